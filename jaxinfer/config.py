@@ -1,0 +1,230 @@
+"""Frozen configurations: what a model is, how its cache is cut, how the engine runs.
+
+Fields and validation only; nothing here imports jax. Dtypes are names ("float32", "bfloat16", "float16").
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+DTYPES = ("float32", "bfloat16", "float16")
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def require(condition: bool, message: str) -> None:
+    """Raises ValueError with `message` unless `condition` holds (a NaN comparison does not hold)."""
+    if not condition:
+        raise ValueError(message)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rotary position embedding of one kind, by its published formula.
+
+    Attributes:
+        kind: "default", "linear" (positions divided by `factor`), "llama3", "yarn" or "longrope".
+        theta: base of the geometric frequencies.
+        dim: how many of a head's leading dimensions rotate (even).
+        original_max_position: the context length the model was first trained for.
+        attention_factor: what sin and cos are multiplied with; None takes the formula's own value.
+        short_factor, long_factor: per-frequency divisors of "longrope", `dim / 2` of each.
+    """
+
+    kind: str = "default"
+    theta: float = 10000.0
+    dim: int = 64
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    attention_factor: float | None = None
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+
+    KINDS = ("default", "linear", "llama3", "yarn", "longrope")
+
+    def __post_init__(self):
+        require(
+            self.kind in self.KINDS,
+            f"RopeConfig.kind={self.kind!r} is unknown. Known: {', '.join(self.KINDS)}.",
+        )
+        require(
+            self.dim > 0 and self.dim % 2 == 0,
+            f"RopeConfig.dim={self.dim} must be positive and even.",
+        )
+        require(self.factor > 0, f"RopeConfig.factor={self.factor} must be positive.")
+        if self.kind == "longrope":
+            for name in ("short_factor", "long_factor"):
+                count = len(getattr(self, name))
+                require(
+                    count == self.dim // 2,
+                    f"RopeConfig.{name} has {count} values; longrope of dim={self.dim} needs {self.dim // 2}.",
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """What a decoder is: static, hashable, the same whatever file it came from.
+
+    Attributes:
+        family: the row of `jaxinfer.models.FAMILIES` that reads its weights.
+        num_kv_heads: divides `num_heads`; query head n reads kv head n // (num_heads / num_kv_heads).
+        max_position: the longest context the model was made for.
+        bos_id: what begins a text, if anything; eos_ids: the ids that end one.
+    """
+
+    family: str = "llama"
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float = 1e-5
+    rope: RopeConfig = RopeConfig()
+    activation: str = "silu"
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    tie_embeddings: bool = False
+    max_position: int = 2048
+    bos_id: int | None = None
+    eos_ids: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "max_position",
+        ):
+            value = getattr(self, name)
+            require(value >= 1, f"ModelConfig.{name}={value} must be at least 1.")
+        require(
+            self.num_heads % self.num_kv_heads == 0,
+            f"ModelConfig.num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}.",
+        )
+        require(
+            self.rope.dim <= self.head_dim,
+            f"RopeConfig.dim={self.rope.dim} exceeds ModelConfig.head_dim={self.head_dim}.",
+        )
+
+    @property
+    def group_size(self) -> int:
+        """Query heads per kv head, G."""
+        return self.num_heads // self.num_kv_heads
+
+    def kv_bytes_per_token(self, dtype: str) -> int:
+        """Bytes that one token's K and V take over all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES[dtype]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    """How the KV cache is cut into pages. `dtype` is that of the values; a backend may store their bits."""
+
+    num_pages: int
+    page_size: int = 32
+    dtype: str = "bfloat16"
+
+    def __post_init__(self):
+        require(
+            self.num_pages >= 1, f"CacheConfig.num_pages={self.num_pages} must be at least 1."
+        )
+        require(
+            self.page_size >= 1, f"CacheConfig.page_size={self.page_size} must be at least 1."
+        )
+        require(
+            self.dtype in DTYPES,
+            f"CacheConfig.dtype={self.dtype!r} is not supported. Choose one of {', '.join(DTYPES)}.",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """Devices along each mesh axis: `data` splits rows and pages, `model` splits heads, ffn and vocabulary."""
+
+    data: int = 1
+    model: int = 1
+
+    def __post_init__(self):
+        require(
+            self.data == 1 and self.model == 1,
+            f"ParallelConfig(data={self.data}, model={self.model}): only one device is supported so far. "
+            "Use data=1, model=1.",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """How the engine runs.
+
+    Attributes:
+        max_model_len: most tokens (prompt and output) that one request may hold.
+        max_num_seqs: rows of the decode batch.
+        page_size: slots of a page; divides max_model_len.
+        num_pages: pages of the pool; None: enough for every row at max_model_len.
+        prefill_chunk: most prompt tokens that one prefill call computes.
+        max_window: most decode steps in one dispatch.
+        attention: a backend of `pallas_kernels.paged_attention` by name; None lets the platform choose.
+    """
+
+    max_model_len: int = 2048
+    max_num_seqs: int = 32
+    page_size: int = 32
+    num_pages: int | None = None
+    prefill_chunk: int = 512
+    max_window: int = 8
+    max_logprobs: int = 20
+    dtype: str = "bfloat16"
+    kv_dtype: str | None = None
+    attention: str | None = None
+    parallel: ParallelConfig = ParallelConfig()
+
+    def __post_init__(self):
+        for name in ("max_model_len", "max_num_seqs", "page_size", "prefill_chunk", "max_window"):
+            value = getattr(self, name)
+            require(value >= 1, f"EngineConfig.{name}={value} must be at least 1.")
+        require(
+            self.max_model_len % self.page_size == 0,
+            f"EngineConfig.page_size={self.page_size} does not divide max_model_len={self.max_model_len}. "
+            "Choose 16 or 32, or a max_model_len that is a multiple of it.",
+        )
+        require(
+            self.num_pages is None or self.num_pages >= 1,
+            f"EngineConfig.num_pages={self.num_pages} must be at least 1, or None.",
+        )
+        for name in ("dtype", "kv_dtype"):
+            value = getattr(self, name)
+            require(
+                value in DTYPES or (value is None and name == "kv_dtype"),
+                f"EngineConfig.{name}={value!r} is not supported. Choose one of {', '.join(DTYPES)}.",
+            )
+
+    @property
+    def pages_per_seq(self) -> int:
+        """Width of a page table, M."""
+        return self.max_model_len // self.page_size
+
+    @property
+    def cache(self) -> CacheConfig:
+        """The cache that this engine needs."""
+        return CacheConfig(
+            num_pages=self.num_pages or self.max_num_seqs * self.pages_per_seq,
+            page_size=self.page_size,
+            dtype=self.kv_dtype or self.dtype,
+        )
+
+    def replace(self, **changes) -> EngineConfig:
+        """A copy with `changes`."""
+        return dataclasses.replace(self, **changes)
