@@ -1,0 +1,18 @@
+"""Host-side scheduling: which request holds which row and pages, and what each step computes."""
+
+from jaxinfer.sched.buckets import pick, prefill_shapes
+from jaxinfer.sched.page_pool import PagePool
+from jaxinfer.sched.request import Request, Status, stop_set
+from jaxinfer.sched.scheduler import Chunk, Scheduler, StepPlan
+
+__all__ = [
+    "Chunk",
+    "PagePool",
+    "Request",
+    "Scheduler",
+    "Status",
+    "StepPlan",
+    "pick",
+    "prefill_shapes",
+    "stop_set",
+]

@@ -1,0 +1,102 @@
+"""`Request`: one prompt on its way to an output, and how far it is.
+
+Each request has known tokens (prompt, and the output read so far) and computed tokens (those whose
+K and V have been dispatched). Scheduling closes the gap between them, whatever opened it.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from jaxinfer.sampling_params import SamplingParams
+
+
+class Status(enum.Enum):
+    """Where a request stands: no row yet, computing its known tokens, generating, or over."""
+
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    FINISHED = "finished"
+
+
+@dataclass
+class Times:
+    """When things happened to a request, in seconds of the caller's clock; no plan reads them."""
+
+    arrival: float | None = None
+    first_scheduled: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
+
+
+def stop_set(params: SamplingParams, eos_ids: Iterable[int]) -> frozenset[int]:
+    """The ids that end an output: the model's `eos_ids` unless ignored, and the request's own."""
+    own = frozenset(params.stop_token_ids or ())
+    return own if params.ignore_eos else own | frozenset(eos_ids)
+
+
+@dataclass(eq=False, kw_only=True)
+class Request:
+    """One request; compared by identity. The scheduler alone changes what follows `stop_ids`.
+
+    Attributes:
+        id: unique among the requests under way.
+        seed: what its draws follow from, with the prompt; never None.
+        stop_ids: a token of these ends the output and is part of it. See `stop_set`.
+        output_ids: tokens generated, as far as they have been read from the device.
+        num_computed: tokens whose K and V are dispatched. While generating this is an upper bound:
+            the device may have stopped earlier, which is known when its tokens are read.
+        max_total_len: most tokens, prompt and output; set when the scheduler accepts the request.
+        order: arrivals before this one; set then too.
+        row: its row of the decode batch, and `pages` its pages in order of position; both only
+            between admission and finish.
+        finish_reason: "stop", "length", "cancelled" or "error"; None until it is over.
+    """
+
+    id: str
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+    stop_ids: frozenset[int] = frozenset()
+
+    status: Status = field(default=Status.WAITING, init=False)
+    output_ids: list[int] = field(default_factory=list, init=False)
+    num_computed: int = field(default=0, init=False)
+    max_total_len: int = field(default=0, init=False)
+    order: int = field(default=0, init=False)
+    row: int | None = field(default=None, init=False)
+    pages: list[int] = field(default_factory=list, init=False)
+    finish_reason: str | None = field(default=None, init=False)
+    times: Times = field(default_factory=Times, init=False)
+
+    @property
+    def num_known(self) -> int:
+        """Tokens that the host knows: the prompt and the output read so far."""
+        return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def prefill_gap(self) -> int:
+        """Known tokens still to compute before the request can generate."""
+        return self.num_known - self.num_computed
+
+    @property
+    def decode_gap(self) -> int:
+        """Most decode steps still to dispatch: the last token of all is never computed itself."""
+        return self.max_total_len - 1 - self.num_computed
+
+    def known_ids(self, start: int, length: int) -> list[int]:
+        """The known tokens at positions start..start+length-1."""
+        end, num_prompt = start + length, len(self.prompt_ids)
+        output = self.output_ids[max(start - num_prompt, 0) : max(end - num_prompt, 0)]
+        return [*self.prompt_ids[start:end], *output]
+
+    def append(self, token: int) -> str | None:
+        """The finish reason that `token`, the next of the output, brings; None to go on."""
+        self.output_ids.append(token)
+        assert self.num_known <= self.num_computed + 1, f"{self.id}: more tokens than were computed"
+        if token in self.stop_ids:
+            return "stop"
+        return "length" if self.num_known == self.max_total_len else None

@@ -1,0 +1,458 @@
+"""Scheduling against a simulated device that stops rows by itself and answers one plan late."""
+
+import random
+from collections import deque
+
+import pytest
+
+from jaxinfer.config import EngineConfig
+from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.sched import Request, Scheduler, Status, stop_set
+
+EOS = 0
+
+
+class FakeDevice:
+    """Rows with a budget each; emits a scripted output per request and checks what it is told.
+
+    Results are queued: `read` gives those of the oldest dispatch that was not read yet.
+    """
+
+    def __init__(self, config, outputs):
+        self.config, self.outputs = config, outputs
+        self.rows = {}  # row -> [request, tokens emitted, still active]
+        self.covered = {}  # request id -> prompt tokens computed
+        self.under_way = deque()
+
+    def deactivate(self, row):
+        if row is not None and row in self.rows:
+            self.rows[row][2] = False
+
+    def dispatch(self, plan):
+        results = []
+        for request in plan.admitted:
+            assert not (request.row in self.rows and self.rows[request.row][2])
+            self.rows[request.row] = [request, 0, False]
+            self.covered[request.id] = 0
+        if plan.prefill:
+            assert plan.shape is not None
+            assert len(plan.prefill) <= plan.shape[0]
+            assert plan.shape[0] * plan.shape[1] <= self.config.prefill_chunk
+        assert len({chunk.request.id for chunk in plan.prefill}) == len(plan.prefill)
+        for chunk in plan.prefill:
+            assert 1 <= chunk.length <= plan.shape[1]
+            assert chunk.start == self.covered[chunk.request.id]
+            self.covered[chunk.request.id] += chunk.length
+            is_last = self.covered[chunk.request.id] == len(chunk.request.prompt_ids)
+            assert chunk.is_last == is_last
+            if is_last:
+                self.rows[chunk.request.row][2] = True
+                results.append((chunk.request, self._emit(chunk.request.row, 1)))
+        active = {row for row, (_, _, is_active) in self.rows.items() if is_active}
+        named = {row for row, _ in plan.decode}
+        assert active <= named
+        assert (plan.num_steps > 0) == bool(named)
+        assert plan.num_steps <= self.config.max_window
+        for row, request in plan.decode:
+            assert self.rows[row][0] is request
+            results.append((request, self._emit(row, plan.num_steps)))
+        self.under_way.append(results)
+
+    def read(self):
+        return self.under_way.popleft() if self.under_way else []
+
+    def _emit(self, row, count):
+        tokens = []
+        while self.rows[row][2] and len(tokens) < count:
+            request, done, _ = self.rows[row]
+            tokens.append(self.outputs[request.id][done])
+            self.rows[row][1] += 1
+            at_limit = len(request.prompt_ids) + done + 1 == request.max_total_len
+            self.rows[row][2] = not (at_limit or tokens[-1] in request.stop_ids)
+        return tokens
+
+
+class World:
+    """A scheduler and its fake device, checked after every operation."""
+
+    def __init__(self, config):
+        self.config = config
+        self.scheduler = Scheduler(config)
+        self.outputs = {}
+        self.device = FakeDevice(config, self.outputs)
+        self.requests = {}
+
+    def add(self, request_id, prompt_len, output=(), now=None, **params):
+        """Adds a request that would emit `output`, then 5s for ever."""
+        sampling = SamplingParams(**params)
+        request = Request(
+            id=request_id,
+            prompt_ids=(9,) * prompt_len,
+            params=sampling,
+            seed=1,
+            stop_ids=stop_set(sampling, [EOS]),
+        )
+        self.scheduler.add(request, now)
+        self.outputs[request_id] = [*output, *(5,) * (sampling.max_tokens - len(output))]
+        self.requests[request_id] = request
+        self.scheduler.check_integrity()
+        return request
+
+    def cancel(self, request_id):
+        self.device.deactivate(self.scheduler.cancel(request_id))
+        self.scheduler.check_integrity()
+
+    def step(self, now=None):
+        """One turn of the loop: plan, dispatch, then read what the plan before gave."""
+        plan = self.scheduler.schedule(now)
+        self.scheduler.check_integrity()
+        late = 0 if plan.is_empty else 1
+        self.device.dispatch(plan)
+        while len(self.device.under_way) > late:
+            for request, tokens in self.device.read():
+                self.scheduler.update(request, tokens, now)
+                self.scheduler.check_integrity()
+        return plan
+
+    def run(self, limit=5000):
+        plans = []
+        while not self.scheduler.is_idle:
+            plans.append(self.step())
+            assert len(plans) < limit
+        assert self.scheduler.pool.num_free == self.scheduler.pool.num_pages
+        return plans
+
+    def expected(self, request):
+        """The output and finish reason that a correct engine gives."""
+        limit = min(request.params.max_tokens, self.config.max_model_len - len(request.prompt_ids))
+        output = self.outputs[request.id][:limit]
+        for position, token in enumerate(output):
+            if token in request.stop_ids:
+                return output[: position + 1], "stop"
+        return output, "length"
+
+
+def config(**changes):
+    return EngineConfig(**{"max_model_len": 64, "max_num_seqs": 4, "page_size": 16} | changes)
+
+
+def test_one_request_from_prompt_to_end():
+    world = World(config(prefill_chunk=8, max_window=4))
+    request = world.add("a", 20, max_tokens=10)
+    assert request.status is Status.WAITING
+    plan = world.step()
+    assert plan.admitted == (request,)
+    assert (request.row, request.pages, request.status) == (0, [0, 1], Status.PREFILL)
+    assert (plan.num_steps, plan.decode) == (0, ())
+    plans = [plan, *world.run()]
+    chunks = [(c.start, c.length, c.is_last) for p in plans for c in p.prefill]
+    assert chunks == [(0, 8, False), (8, 8, False), (16, 4, True)]
+    # The last chunk brings the first token; beside it one step, then whole windows of the other 8.
+    assert [p.num_steps for p in plans] == [0, 0, 1, 4, 4, 0]
+    assert (request.output_ids, request.finish_reason) == ([5] * 10, "length")
+    assert (request.row, request.pages, request.status) == (None, [], Status.FINISHED)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 5, 20])
+@pytest.mark.parametrize("max_window", [1, 3, 8])
+def test_output_length_is_exact(max_tokens, max_window):
+    world = World(config(max_window=max_window))
+    request = world.add("a", 7, max_tokens=max_tokens)
+    plans = world.run()
+    assert len(request.output_ids) == max_tokens
+    assert request.finish_reason == "length"
+    assert sum(plan.num_steps for plan in plans) == max_tokens - 1
+
+
+@pytest.mark.parametrize("max_tokens", [1, 5, 20])
+def test_eos_exactly_at_the_limit_is_stop(max_tokens):
+    world = World(config())
+    request = world.add("a", 7, [5] * (max_tokens - 1) + [EOS], max_tokens=max_tokens)
+    world.run()
+    assert request.output_ids == [5] * (max_tokens - 1) + [EOS]
+    assert request.finish_reason == "stop"
+
+
+def test_stop_sets_differ_from_request_to_request():
+    world = World(config(max_num_seqs=4))
+    script = [5, 3, EOS, 4]
+    a = world.add("a", 3, script, max_tokens=4)
+    b = world.add("b", 3, script, max_tokens=4, ignore_eos=True)
+    c = world.add("c", 3, script, max_tokens=4, stop_token_ids=[3])
+    d = world.add("d", 3, script, max_tokens=4, ignore_eos=True, stop_token_ids=[4])
+    world.run()
+    assert [r.output_ids for r in (a, b, c, d)] == [script[:3], script, script[:2], script]
+    assert [r.finish_reason for r in (a, b, c, d)] == ["stop", "length", "stop", "stop"]
+
+
+def test_max_model_len_ends_the_output():
+    world = World(config(max_model_len=32))
+    request = world.add("a", 31, max_tokens=100)
+    other = world.add("b", 25, max_tokens=100)
+    world.run()
+    assert (len(request.output_ids), len(other.output_ids)) == (1, 7)
+    assert (request.finish_reason, other.finish_reason) == ("length", "length")
+
+
+@pytest.mark.parametrize(
+    ("prompt_len", "max_tokens", "message"),
+    [
+        (0, 4, "empty prompt"),
+        (256, 4, "255 and one output"),
+        (200, 4, "needs 13 pages of 16 tokens for its 204; the pool has 8"),
+        (128, 1, "needs 9 pages"),
+        (1, 128, "needs 9 pages"),
+    ],
+)
+def test_what_can_never_run_is_refused_at_once_and_the_next_finishes(
+    prompt_len, max_tokens, message
+):
+    world = World(config(max_model_len=256, num_pages=8))
+    params = SamplingParams(max_tokens=max_tokens)
+    bad = Request(id="bad", prompt_ids=(9,) * prompt_len, params=params, seed=0)
+    with pytest.raises(ValueError, match=message):
+        world.scheduler.add(bad)
+    assert world.scheduler.is_idle
+    good = world.add("good", 100, max_tokens=28)  # all 8 pages
+    world.run()
+    assert (len(good.output_ids), good.finish_reason) == (28, "length")
+
+
+def test_an_id_under_way_or_a_request_that_is_over_is_refused():
+    world = World(config(max_num_seqs=1))
+    first = world.add("a", 3)
+    world.add("b", 3)
+    world.step()
+    for request_id in ("a", "b"):
+        with pytest.raises(ValueError, match="added before"):
+            world.add(request_id, 3)
+    world.run()
+    with pytest.raises(ValueError, match="added before"):
+        world.scheduler.add(first)
+    assert world.scheduler.is_idle
+
+
+def test_admission_stops_at_the_first_that_does_not_fit():
+    world = World(config(num_pages=5))
+    a = world.add("a", 30, max_tokens=10)  # 3 pages
+    b = world.add("b", 30, max_tokens=10)  # 3 pages: not now
+    c = world.add("c", 3, max_tokens=3)  # 1 page would fit, but b came first
+    assert world.step().admitted == (a,)
+    while a.status is not Status.FINISHED:
+        assert (b.status, c.status) == (Status.WAITING, Status.WAITING)
+        assert world.scheduler.pool.num_free == 2
+        world.step()
+    assert world.step().admitted == (b, c)
+    world.run()
+
+
+def test_short_prompts_share_a_call_and_decodes_go_on_beside_it():
+    world = World(config(max_model_len=512, max_num_seqs=32, prefill_chunk=512))
+    old = world.add("old", 10, max_tokens=100)
+    world.step()
+    assert world.step().num_steps == 8
+    new = [world.add(f"new{i}", 50 + i, max_tokens=4) for i in range(9)]
+    plan = world.step()
+    assert (plan.shape, plan.num_steps) == ((8, 64), 1)
+    assert {c.request.id for c in plan.prefill} == {f"new{i}" for i in (0, 2, 3, 4, 5, 6, 7, 8)}
+    assert (plan.decode[0], len(plan.decode)) == ((0, old), 9)
+    plan = world.step()
+    assert ([c.request for c in plan.prefill], plan.shape) == ([new[1]], (1, 128))
+    world.run()
+
+
+def test_window_is_full_while_waiting_requests_have_no_room():
+    world = World(config(max_num_seqs=2, max_window=8, max_model_len=128))
+    world.add("a", 4, max_tokens=20)
+    world.add("b", 4, max_tokens=60)
+    world.add("c", 4, max_tokens=2)
+    plans = [world.step() for _ in range(7)]
+    # a: 1 by its prefill, then 1, 1, 8, 8 and 1 of 8. The read of that is not held up by a window.
+    assert [p.num_steps for p in plans] == [1, 1, 8, 8, 8, 1, 1]
+    assert plans[-1].admitted == (world.requests["c"],)
+    world.run()
+
+
+def test_window_is_no_longer_than_any_row_can_use():
+    world = World(config(max_window=8))
+    world.add("a", 4, max_tokens=4)
+    world.add("b", 4, max_tokens=6)
+    assert [plan.num_steps for plan in world.run()] == [1, 4, 0]
+
+
+def test_a_row_is_reused_only_after_its_end_was_read():
+    world = World(config(max_num_seqs=1, max_window=8))
+    first = world.add("a", 4, [5, EOS], max_tokens=30)
+    second = world.add("b", 4, max_tokens=2)
+    assert world.step().decode == ((0, first),)  # the device stops the row in this window
+    plan = world.step()  # dispatched before that was read
+    assert (plan.decode, plan.admitted) == (((0, first),), ())
+    assert first.status is Status.FINISHED
+    assert world.step().admitted == (second,)
+    world.run()
+    assert (first.output_ids, second.output_ids) == ([5, EOS], [5, 5])
+
+
+def test_cancel_in_any_state():
+    world = World(config(max_num_seqs=2, prefill_chunk=8, num_pages=8))
+    scheduler = world.scheduler
+    decoding = world.add("decoding", 4, max_tokens=50)
+    world.step()
+    world.step()
+    prefilling = world.add("prefilling", 40, max_tokens=8)
+    waiting = world.add("waiting", 4)
+    world.step()
+    states = [decoding.status, prefilling.status, waiting.status]
+    assert states == [Status.DECODE, Status.PREFILL, Status.WAITING]
+    assert scheduler.cancel("waiting") is None
+    assert scheduler.cancel("prefilling") == 1
+    assert scheduler.cancel("decoding") == 0
+    assert scheduler.pool.num_free == 8
+    for request in (decoding, prefilling, waiting):
+        assert (request.status, request.finish_reason) == (Status.FINISHED, "cancelled")
+        assert scheduler.cancel(request.id) is None
+        assert scheduler.finish(request, "error") is None
+        assert request.finish_reason == "cancelled"
+    num_read = len(decoding.output_ids)
+    assert (
+        scheduler.update(decoding, [5, 5]) == "cancelled"
+    )  # still under way when it was cancelled
+    assert len(decoding.output_ids) == num_read
+    assert scheduler.is_idle
+    scheduler.check_integrity()
+
+
+def test_an_error_ends_one_request_alone():
+    world = World(config())
+    bad, good = world.add("bad", 4), world.add("good", 4)
+    world.step()
+    world.device.deactivate(world.scheduler.finish(bad, "error"))
+    world.run()
+    assert (bad.finish_reason, good.finish_reason) == ("error", "length")
+
+
+def test_tokens_after_the_end_are_an_error_of_ours():
+    world = World(config())
+    request = world.add("a", 4)
+    world.step()
+    with pytest.raises(AssertionError, match="follows the end"):
+        world.scheduler.update(request, [EOS, 5])
+
+
+def test_times_are_what_the_caller_says():
+    world = World(config(max_window=2))
+    request = world.add("a", 4, now=1.0, max_tokens=4)
+    for now in (2.0, 3.0, 4.0, 5.0):
+        world.step(now)
+    times = request.times
+    assert (times.arrival, times.first_scheduled) == (1.0, 2.0)
+    assert (times.first_token, times.last_token) == (3.0, 4.0)
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_500_requests_leave_every_page_free(page_size):
+    rng = random.Random(page_size)
+    world = World(config(page_size=page_size, num_pages=160 // page_size, max_num_seqs=6))
+    for i in range(500):
+        world.add(str(i), rng.randint(1, 63), max_tokens=rng.randint(1, 30))
+    world.run()
+    assert sorted(world.scheduler.pool._free) == list(range(160 // page_size))
+    for request in world.requests.values():
+        assert (request.output_ids, request.finish_reason) == world.expected(request)
+        assert world.device.covered[request.id] == len(request.prompt_ids)
+
+
+@pytest.mark.parametrize("prefill_chunk", [1, 2, 7, 16, 45, 64, 512])
+@pytest.mark.parametrize("max_num_seqs", [1, 3, 8])
+@pytest.mark.parametrize("max_model_len", [2, 16, 48, 200])
+def test_any_configuration_runs_prompts_of_any_length(prefill_chunk, max_num_seqs, max_model_len):
+    page_size = 2 if max_model_len < 16 else 8
+    world = World(
+        config(
+            prefill_chunk=prefill_chunk,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            page_size=page_size,
+        )
+    )
+    longest = max_model_len - 1
+    for i, length in enumerate(sorted({1, max(longest // 2, 1), longest})):
+        world.add(f"{i}", length, max_tokens=3)
+    world.run()
+    for request in world.requests.values():
+        assert (request.output_ids, request.finish_reason) == world.expected(request)
+        assert world.device.covered[request.id] == len(request.prompt_ids)
+
+
+def shown(plan):
+    """A plan as plain values."""
+    chunks = [(c.request.id, c.start, c.length, c.is_last) for c in plan.prefill]
+    rows = [(row, request.id) for row, request in plan.decode]
+    placed = [(r.id, r.row, tuple(r.pages)) for r in plan.admitted]
+    return placed, plan.shape, chunks, rows, plan.num_steps
+
+
+def random_life(seed, now):
+    """A tiny crowded engine fed adds, cancels and steps at random; the world and all its plans."""
+    rng = random.Random(seed)
+    page_size = rng.choice([1, 4, 16])
+    world = World(
+        config(
+            page_size=page_size,
+            num_pages=rng.randint(64, 150) // page_size,
+            max_num_seqs=rng.randint(1, 9),
+            prefill_chunk=rng.choice([1, 5, 16, 64, 200]),
+            max_window=rng.randint(1, 8),
+        )
+    )
+    plans, cancelled, count = [], set(), 0
+    for _ in range(250):
+        draw = rng.random()
+        if draw < 0.35 and count < 70:
+            output = [rng.choice([EOS, 3, 5, 5, 5, 5, 5, 5]) for _ in range(40)]
+            prompt_len, max_tokens = rng.randint(1, 63), rng.randint(1, 40)
+            stop_ids = rng.choice([None, [3]])
+            world.add(
+                str(count),
+                prompt_len,
+                output,
+                now=now(),
+                max_tokens=max_tokens,
+                stop_token_ids=stop_ids,
+                ignore_eos=rng.random() < 0.3,
+            )
+            count += 1
+        elif draw < 0.42 and count:
+            victim = str(rng.randrange(count))
+            if world.requests[victim].finish_reason is None:
+                cancelled.add(victim)
+            world.cancel(victim)
+        else:
+            plans.append(shown(world.step(now())))
+    plans += map(shown, world.run())
+    return world, plans, cancelled
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_random_lives_keep_every_invariant(seed):
+    world, plans, cancelled = random_life(seed, lambda: None)
+    assert len(cancelled) >= 1
+    assert len(world.requests) - len(cancelled) >= 10
+    for request in world.requests.values():
+        output, reason = world.expected(request)
+        if request.id in cancelled:
+            assert request.finish_reason == "cancelled"
+            assert request.output_ids == output[: len(request.output_ids)]
+        else:
+            assert (request.output_ids, request.finish_reason) == (output, reason)
+            assert world.device.covered[request.id] == len(request.prompt_ids)
+    admitted = [int(request_id) for plan in plans for request_id, _, _ in plan[0]]
+    assert admitted == sorted(set(admitted))
+
+
+@pytest.mark.parametrize("seed", [3, 8])
+def test_same_inputs_and_skewed_clocks_give_identical_plans(seed):
+    clock = iter(range(10**9, 0, -1))
+    _, plans, _ = random_life(seed, lambda: None)
+    _, skewed, _ = random_life(seed, lambda: float(next(clock)))
+    assert plans == skewed
