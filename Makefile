@@ -1,0 +1,44 @@
+# Needs only make and Python 3.11 or newer. Everything is installed into $(VENV); the stamps in it
+# make each install run once and again whenever pyproject.toml changes.
+
+VENV ?= .venv
+PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3.11 python; do \
+	if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; \
+	then echo $$python; break; fi; done)
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check
+QUESTION ?= Why is the sky blue? Answer in three sentences.
+
+.PHONY: demo test test-slow lint
+
+# Fetches a small model once and streams its answer, with TTFT, TPOT and tokens/s.
+demo: $(VENV)/.installed
+	@$(BIN)/jaxinfer fetch smollm2-135m
+	@echo "> $(QUESTION)"
+	@$(BIN)/jaxinfer generate --model smollm2-135m --chat --stream --temperature 0 \
+		--max-tokens 128 "$(QUESTION)"
+
+test: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest
+
+test-slow: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -m 'slow and not network and not gpu and not tpu'
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "No Python 3.11 or newer found. Name one: make PYTHON=/path/to/python"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml | $(BIN)/python
+	$(PIP) --editable .
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
+	$(PIP) --editable '.[dev]'
+	@touch $@ $(VENV)/.installed

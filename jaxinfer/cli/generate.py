@@ -1,0 +1,178 @@
+"""`jaxinfer generate`: text for one prompt or many."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jaxinfer.cli.answers import print_answer, speed_line
+from jaxinfer.cli.options import (
+    UsageError,
+    add_model_options,
+    add_sampling_options,
+    engine_keywords,
+    sampling_params,
+)
+from jaxinfer.cli.progress import progress_bars
+
+if TYPE_CHECKING:
+    from jaxinfer import LLM, RequestOutput, SamplingParams
+
+SUMMARY = "generate text for one prompt or many"
+
+USAGE = "--model MODEL [options] [PROMPT]"
+
+EXAMPLES = """\
+examples:
+  jaxinfer generate --model smollm2-135m "The capital of France is"
+  jaxinfer generate --model smollm2-135m --chat --temperature 0 "Why is the sky blue?"
+  jaxinfer generate --model smollm2-135m --file prompts.txt --json > answers.jsonl
+  cat letter.txt | jaxinfer generate --model smollm2-135m --max-tokens 64
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what this command takes to `parser`."""
+    parser.add_argument("prompt", nargs="?", help="the prompt (default: all of stdin)")
+    add_model_options(parser)
+    parser.add_argument("--file", metavar="PATH", help="read one prompt per line; - is stdin")
+    parser.add_argument(
+        "--chat", action="store_true", help="ask each prompt as a user's message to a chat model"
+    )
+    parser.add_argument("--system", metavar="TEXT", help="the system message, with --chat")
+    parser.add_argument(
+        "--stream",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="print the text as it comes (default: for one prompt on a terminal)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object per answer")
+    add_sampling_options(parser, max_tokens=256)
+
+
+def run(args: argparse.Namespace) -> int:
+    """The exit code, once every prompt has its answer on stdout and the speed stands on stderr."""
+    params = sampling_params(args)
+    keywords = engine_keywords(args)
+    if args.system is not None and not args.chat:
+        raise UsageError("--system needs --chat: a plain prompt has no system message.")
+    prompts = read_prompts(args)
+    streaming = wants_stream(args, len(prompts))
+    if len(prompts) == 1:  # a row more would cost time at every step
+        keywords = {"max_num_seqs": 1, **keywords}
+    from jaxinfer import LLM  # noqa: PLC0415  (imports jax)
+
+    with contextlib.ExitStack() as stack:
+        with progress_bars(sys.stderr) as progress:
+            llm = stack.enter_context(LLM(args.model, progress=progress, **keywords))
+        if streaming:
+            return stream_one(llm, args, prompts[0], params)
+        return generate_all(llm, args, prompts, params)
+
+
+def read_prompts(args: argparse.Namespace) -> list[str]:
+    """The prompts, from the argument, the file's lines or the whole of stdin; never empty."""
+    if args.prompt is not None and args.file is not None:
+        raise UsageError("both a prompt and --file are given. Give one of them.")
+    if args.prompt is not None:
+        return [args.prompt]
+    if args.file is None:
+        if sys.stdin.isatty():
+            raise UsageError("no prompt is given. Type it in quotes, name a --file or pipe it in.")
+        text = sys.stdin.read().rstrip("\n")
+        if not text:
+            raise UsageError("stdin holds no prompt.")
+        return [text]
+    text = sys.stdin.read() if args.file == "-" else Path(args.file).read_text(encoding="utf-8")
+    prompts = [line for line in text.split("\n") if line.strip()]
+    if not prompts:
+        raise UsageError(f"--file {args.file} holds no prompt. Write one per line.")
+    return prompts
+
+
+def wants_stream(args: argparse.Namespace, num_prompts: int) -> bool:
+    """Whether the text is printed as it comes."""
+    if args.stream and args.json:
+        raise UsageError(
+            "--stream and --json exclude each other: an answer's object is printed whole."
+        )
+    if args.stream and num_prompts > 1:
+        raise UsageError(f"--stream prints one answer, and {num_prompts} prompts are given.")
+    if args.stream is None:
+        return num_prompts == 1 and not args.json and sys.stdout.isatty()
+    return args.stream
+
+
+def messages_of(args: argparse.Namespace, prompt: str) -> list[dict[str, str]]:
+    """The conversation that asks `prompt`."""
+    system = [] if args.system is None else [{"role": "system", "content": args.system}]
+    return [*system, {"role": "user", "content": prompt}]
+
+
+def stream_one(llm: LLM, args: argparse.Namespace, prompt: str, params: SamplingParams) -> int:
+    """The exit code, once the answer to `prompt` has been printed as it came."""
+    if args.chat:
+        stream = llm.stream_chat(messages_of(args, prompt), params)
+    else:
+        stream = llm.stream(prompt, params)
+    answer = print_answer(stream)
+    if answer.last is not None:
+        print(closing_line([answer.last], answer.seconds, params), file=sys.stderr)
+    if answer.interrupted:
+        return 130
+    return exit_code([answer.last] if answer.last else [])
+
+
+def generate_all(
+    llm: LLM, args: argparse.Namespace, prompts: list[str], params: SamplingParams
+) -> int:
+    """The exit code, once the answers to all `prompts` have been printed, in their order."""
+    start = time.perf_counter()
+    if args.chat:
+        outputs = llm.chat([messages_of(args, prompt) for prompt in prompts], params)
+    else:
+        outputs = llm.generate(prompts, params)
+    seconds = time.perf_counter() - start
+    for index, (prompt, output) in enumerate(zip(prompts, outputs)):
+        if args.json:
+            print(json.dumps(record(prompt, output), ensure_ascii=False))
+        elif len(prompts) == 1:
+            print(output.outputs[0].text)
+        else:
+            print(f"[{index + 1}] {prompt}\n{output.outputs[0].text}\n")
+    print(closing_line(outputs, seconds, params), file=sys.stderr)
+    return exit_code(outputs)
+
+
+def record(prompt: str, output: RequestOutput) -> dict[str, object]:
+    """The JSON object of one answer: ids, text, why it ended, what repeats it, how fast it was."""
+    answer = output.outputs[0]
+    return {
+        "prompt": prompt,
+        "num_prompt_tokens": len(output.prompt_token_ids),
+        "cached_tokens": output.cached_tokens,
+        "token_ids": list(answer.token_ids),
+        "text": answer.text,
+        "finish_reason": answer.finish_reason,
+        "seed": output.seed,
+        "metrics": dataclasses.asdict(output.metrics),
+    }
+
+
+def closing_line(outputs: list[RequestOutput], seconds: float, params: SamplingParams) -> str:
+    """How fast it was and, for one drawn answer, the seed that repeats it."""
+    line = speed_line(outputs, seconds)
+    if len(outputs) == 1 and params.temperature > 0:
+        line += f"  seed {outputs[0].seed}"
+    return line
+
+
+def exit_code(outputs: list[RequestOutput]) -> int:
+    """1 if a request ended in an error, else 0."""
+    return int(any(output.outputs[0].finish_reason == "error" for output in outputs))

@@ -1,0 +1,202 @@
+"""The options that commands share: a row per keyword of `LLM` and field of `SamplingParams`.
+
+An option is `--` and the keyword in kebab-case. Only what was typed is passed on, so that each
+default stands in one place: `EngineConfig` or `SamplingParams`. Nothing here imports jax.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxinfer.config import DTYPES, EngineConfig
+from jaxinfer.sampling_params import SamplingParams
+
+
+class UsageError(ValueError):
+    """What was typed cannot be meant: the process ends with exit code 2."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """One row: `parse` makes a value of the typed text; when it `repeats`, a list that grows.
+
+    A flag has no `parse`. `join` makes the keyword's value of a grown list.
+    """
+
+    name: str
+    parse: Callable[[str], Any] | None
+    help: str
+    metavar: str = "N"
+    choices: tuple[str, ...] | None = None
+    repeats: bool = False
+    join: Callable[[list], Any] = list
+
+    @property
+    def flag(self) -> str:
+        """The option as it is typed."""
+        return "--" + self.name.replace("_", "-")
+
+
+def parse_ids(text: str) -> list[int]:
+    """Token ids of a comma-separated list."""
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a list of token ids. Write them as 1,2,3."
+        ) from None
+
+
+def parse_bias(text: str) -> list[tuple[int, float]]:
+    """The one (token id, bias) pair of ID=VALUE."""
+    try:
+        token_id, bias = text.split("=")
+        return [(int(token_id), float(bias))]
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a token id and a number. Write it as ID=VALUE, such as 42=-5."
+        ) from None
+
+
+def parse_word(text: str) -> list[str]:
+    """The one word, exactly as typed."""
+    return [text]
+
+
+def join_biases(pairs: Sequence[tuple[int, float]]) -> dict[int, float]:
+    """Token id -> bias; an id that was given twice raises UsageError."""
+    biases = dict(pairs)
+    if len(biases) != len(pairs):
+        twice = next(i for i in biases if [token_id for token_id, _ in pairs].count(i) > 1)
+        raise UsageError(f"--logit-bias names token id {twice} twice. Give each id one bias.")
+    return biases
+
+
+ENGINE_OPTIONS = (
+    Option("dtype", str, "type of weights and activations", choices=DTYPES),
+    Option("max_model_len", int, "most tokens, prompt and output, of one request"),
+    Option("max_num_seqs", int, "most requests that decode together; 1 for a single prompt"),
+    Option("page_size", int, "tokens in a page of the KV cache"),
+    Option("num_pages", int, "pages in the KV cache (default: enough for every row)"),
+    Option("attention", str, "attention backend (default: by platform)", metavar="NAME"),
+)
+
+SAMPLING_OPTIONS = (
+    Option("temperature", float, "divides the logits; 0 takes the most likely token", metavar="X"),
+    Option("top_k", int, "sample among the N most likely tokens; 0 or -1: all"),
+    Option("top_p", float, "sample in the smallest set with probability X; 1: all", metavar="X"),
+    Option("min_p", float, "drop tokens below X times the most likely one", metavar="X"),
+    Option("repetition_penalty", float, "divide logits of tokens seen so far; 1: off", metavar="X"),
+    Option("presence_penalty", float, "subtract from tokens of the output, once", metavar="X"),
+    Option("frequency_penalty", float, "subtract from them once per occurrence", metavar="X"),
+    Option(
+        "logit_bias",
+        parse_bias,
+        "add VALUE to the logit of token ID; may be repeated",
+        metavar="ID=VALUE",
+        repeats=True,
+        join=join_biases,
+    ),
+    Option("allowed_token_ids", parse_ids, "sample only these", metavar="ID,...", repeats=True),
+    Option("bad_words", parse_word, "never write WORD; may be repeated", "WORD", repeats=True),
+    Option("max_tokens", int, "most tokens to generate"),
+    Option("min_tokens", int, "tokens to generate before one may end the answer"),
+    Option("stop_token_ids", parse_ids, "end the answer at these too", "ID,...", repeats=True),
+    Option("ignore_eos", None, "go on past the model's own end of text"),
+    Option("seed", int, "makes sampling repeatable (default: a fresh one, reported)"),
+)
+
+
+def add_options(
+    parser: argparse.ArgumentParser, title: str, options: Sequence[Option], defaults: Mapping
+) -> None:
+    """Adds a group of options to `parser`; what is not typed leaves no attribute behind."""
+    group = parser.add_argument_group(title)
+    for option in options:
+        default = defaults.get(option.name)
+        text = option.help if default is None else f"{option.help} (default: {default})"
+        if option.parse is None:
+            group.add_argument(
+                option.flag, action="store_true", default=argparse.SUPPRESS, help=option.help
+            )
+        else:
+            group.add_argument(
+                option.flag,
+                type=option.parse,
+                action="extend" if option.repeats else "store",
+                default=argparse.SUPPRESS,
+                choices=option.choices,
+                metavar=None if option.choices else option.metavar,
+                help=text,
+            )
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Adds --model and the options of the engine."""
+    parser.add_argument(
+        "--model",
+        required=True,
+        metavar="MODEL",
+        help="alias (smollm2-135m), path (GGUF file, Hugging Face or Orbax folder) or hub id",
+    )
+    defaults = {field.name: field.default for field in dataclasses.fields(EngineConfig)}
+    add_options(parser, "engine", ENGINE_OPTIONS, defaults)
+
+
+def add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
+    """Adds the options of sampling; `max_tokens` is the command's own default."""
+    defaults = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
+    add_options(parser, "sampling", SAMPLING_OPTIONS, defaults | {"max_tokens": max_tokens})
+    parser.set_defaults(max_tokens=max_tokens)
+
+
+def given(args: argparse.Namespace, options: Sequence[Option]) -> dict[str, Any]:
+    """Keyword -> value of each of `options` that was typed."""
+    typed = {}
+    for option in options:
+        if hasattr(args, option.name):
+            value = getattr(args, option.name)
+            typed[option.name] = option.join(value) if option.repeats else value
+    return typed
+
+
+def engine_keywords(args: argparse.Namespace) -> dict[str, Any]:
+    """Keywords for `LLM`; values out of range raise UsageError, before anything is loaded."""
+    keywords = given(args, ENGINE_OPTIONS)
+    try:
+        EngineConfig(**keywords)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    return keywords
+
+
+def sampling_params(args: argparse.Namespace) -> SamplingParams:
+    """The typed sampling parameters; values out of range raise UsageError."""
+    try:
+        return SamplingParams(**given(args, SAMPLING_OPTIONS))
+    except (TypeError, ValueError) as error:
+        raise UsageError(str(error)) from error
+
+
+def parse_setting(text: str) -> tuple[str, Any]:
+    """(field, value) of NAME=VALUE, where NAME is that of a sampling option."""
+    name, equals, value = text.partition("=")
+    options = {option.name: option for option in SAMPLING_OPTIONS}
+    option = options.get(name.strip().removeprefix("--").replace("-", "_"))
+    if option is None or not equals:
+        raise UsageError(f"{text!r} is not NAME=VALUE. Names: {', '.join(options)}.")
+    if option.parse is None:
+        if value not in ("true", "false"):
+            raise UsageError(f"{option.name}={value} is neither true nor false.")
+        return option.name, value == "true"
+    try:
+        parsed = option.parse(value)
+    except argparse.ArgumentTypeError as error:
+        raise UsageError(str(error)) from error
+    except ValueError:
+        raise UsageError(f"{option.name}={value} is not a number.") from None
+    return option.name, option.join(parsed) if option.repeats else parsed

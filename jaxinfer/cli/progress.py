@@ -1,0 +1,41 @@
+"""Progress bars, on a terminal only: a pipe or a log file gets none."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TextIO
+
+# (what, done, total): how far a named piece of work has come, in the same unit.
+Report = Callable[[str, int, int], None]
+
+
+@contextlib.contextmanager
+def progress_bars(stream: TextIO) -> Iterator[Report | None]:
+    """A callback that draws a bar per piece of work on `stream`; None off a terminal.
+
+    The bars are wiped when the context ends.
+    """
+    if not stream.isatty():
+        yield None
+        return
+    from tqdm import tqdm  # noqa: PLC0415  (slow to import)
+
+    bars: dict[str, tqdm] = {}
+
+    def report(what: str, done: int, total: int) -> None:
+        bar = bars.get(what)
+        if bar is None:
+            bar = bars[what] = tqdm(
+                total=total, desc=what, file=stream, leave=False, unit_scale=True, unit=""
+            )
+        bar.total = total
+        bar.update(done - bar.n)
+        if done == total:
+            bar.refresh()
+
+    try:
+        yield report
+    finally:
+        for bar in bars.values():
+            bar.close()

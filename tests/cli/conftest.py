@@ -1,0 +1,102 @@
+"""A language model that only echoes, so that the commands are tested alone."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass, field
+
+import pytest
+
+import jaxinfer
+
+
+@dataclass
+class FakeCompletion:
+    text: str
+    token_ids: list[int]
+    text_delta: str = ""
+    finish_reason: str | None = None
+
+
+@dataclass
+class FakeMetrics:
+    ttft_s: float | None = 0.25
+    tpot_s: float | None = 0.01
+
+
+@dataclass
+class FakeOutput:
+    outputs: list[FakeCompletion]
+    prompt_token_ids: list[int]
+    seed: int = 99
+    cached_tokens: int = 0
+    metrics: FakeMetrics = field(default_factory=FakeMetrics)
+
+
+class FakeLLM:
+    """Echoes the prompt, or the last message, word by word; records every call in `calls`.
+
+    A prompt of "refuse" raises, "fail" ends in an error, "ctrl-c ..." presses
+    Ctrl-C at its second word.
+    """
+
+    calls: list[tuple]
+
+    def __init__(self, model, *, progress=None, **keywords):
+        self.calls = [("LLM", model, keywords)]
+        self.closed = False
+        self.cancelled = 0
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        self.closed = True
+
+    def generate(self, prompts, params):
+        self.calls.append(("generate", prompts, params))
+        return [list(self._echo(prompt))[-1] for prompt in prompts]
+
+    def chat(self, messages, params):
+        self.calls.append(("chat", messages, params))
+        return [list(self._echo(one[-1]["content"]))[-1] for one in messages]
+
+    def stream(self, prompt, params):
+        self.calls.append(("stream", prompt, params))
+        return self._echo(prompt)
+
+    def stream_chat(self, messages, params):
+        self.calls.append(("stream_chat", messages, params))
+        return self._echo(messages[-1]["content"])
+
+    def _echo(self, prompt):
+        if prompt == "refuse":
+            raise ValueError("The prompt is refused.")
+        words = prompt.split(" ")
+        text = ""
+        try:
+            for count, word in enumerate(words, start=1):
+                delta = word if count == 1 else " " + word
+                text += delta
+                last = count == len(words)
+                reason = ("error" if prompt == "fail" else "stop") if last else None
+                completion = FakeCompletion(text, list(range(count)), delta, reason)
+                if prompt.startswith("ctrl-c") and count == 2:
+                    signal.raise_signal(signal.SIGINT)
+                yield FakeOutput([completion], [7] * len(words))
+        except GeneratorExit:
+            self.cancelled += 1
+            raise
+
+
+@pytest.fixture
+def llms(monkeypatch) -> list[FakeLLM]:
+    """The fake models that the commands have opened so far."""
+    opened = []
+
+    def open_llm(*args, **keywords):
+        opened.append(FakeLLM(*args, **keywords))
+        return opened[-1]
+
+    monkeypatch.setitem(jaxinfer.__dict__, "LLM", open_llm)
+    return opened

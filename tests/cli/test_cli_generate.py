@@ -1,0 +1,127 @@
+"""`jaxinfer generate`: where prompts come from, what is printed, what the model is asked."""
+
+import io
+import json
+
+import pytest
+
+from jaxinfer.cli import main
+from jaxinfer.sampling_params import SamplingParams
+
+
+def generate(*argv: str) -> int:
+    return main(["generate", "--model", "m", *argv])
+
+
+def test_one_prompt_prints_its_answer_and_the_speed(llms, capsys):
+    assert generate("--temperature", "0", "a b c") == 0
+    captured = capsys.readouterr()
+    assert captured.out == "a b c\n"
+    assert captured.err.startswith("TTFT 250.0 ms  TPOT 10.0 ms  ")
+    assert captured.err.endswith(" tokens/s\n")
+    model, call = llms[0].calls
+    assert model == ("LLM", "m", {"max_num_seqs": 1})
+    assert call == ("generate", ["a b c"], SamplingParams(temperature=0.0, max_tokens=256))
+    assert llms[0].closed
+
+
+def test_a_drawn_answer_comes_with_the_seed_that_repeats_it(llms, capsys):
+    generate("a")
+    assert capsys.readouterr().err.endswith(" tokens/s  seed 99\n")
+
+
+def test_stream_prints_the_pieces(llms, capsys):
+    assert generate("--stream", "a b c") == 0
+    assert capsys.readouterr().out == "a b c\n"
+    assert llms[0].calls[1][0] == "stream"
+    assert llms[0].cancelled == 0
+
+
+def test_ctrl_c_stops_the_stream_and_cancels_the_request(llms, capsys):
+    assert generate("--stream", "ctrl-c two three four") == 130
+    assert capsys.readouterr().out == "ctrl-c two\n"
+    assert (llms[0].cancelled, llms[0].closed) == (1, True)
+
+
+def test_chat_asks_in_messages(llms, capsys):
+    assert generate("--chat", "--system", "Be brief.", "--stream", "hi") == 0
+    assert generate("--chat", "hi") == 0
+    user = {"role": "user", "content": "hi"}
+    assert llms[0].calls[1][:2] == (
+        "stream_chat",
+        [{"role": "system", "content": "Be brief."}, user],
+    )
+    assert llms[1].calls[1][:2] == ("chat", [[user]])
+
+
+def test_file_has_a_prompt_per_line_and_json_an_object(llms, tmp_path, capsys):
+    path = tmp_path / "prompts.txt"
+    path.write_text("erster Satz\n\nzweiter Satz: süß\n", encoding="utf-8")
+    assert generate("--file", str(path), "--json", "--max-num-seqs", "4") == 0
+    first, second = map(json.loads, capsys.readouterr().out.splitlines())
+    assert first == {
+        "prompt": "erster Satz",
+        "num_prompt_tokens": 2,
+        "cached_tokens": 0,
+        "token_ids": [0, 1],
+        "text": "erster Satz",
+        "finish_reason": "stop",
+        "seed": 99,
+        "metrics": {"ttft_s": 0.25, "tpot_s": 0.01},
+    }
+    assert second["text"] == "zweiter Satz: süß"
+    assert llms[0].calls[0] == ("LLM", "m", {"max_num_seqs": 4})
+
+
+def test_many_prompts_are_numbered(llms, tmp_path, capsys):
+    path = tmp_path / "prompts.txt"
+    path.write_text("a b\nc", encoding="utf-8")
+    assert generate("--file", str(path)) == 0
+    assert capsys.readouterr().out == "[1] a b\na b\n\n[2] c\nc\n\n"
+    assert llms[0].calls[0] == ("LLM", "m", {})
+
+
+@pytest.mark.parametrize(
+    ("argv", "prompts"), [((), ["two\nlines"]), (("--file", "-"), ["two", "lines"])]
+)
+def test_stdin_is_one_prompt_or_a_file_of_them(llms, monkeypatch, argv, prompts):
+    monkeypatch.setattr("sys.stdin", io.StringIO("two\nlines\n"))
+    assert generate(*argv) == 0
+    assert llms[0].calls[1][1] == prompts
+
+
+def test_a_request_that_failed_is_exit_code_1(llms, capsys):
+    assert generate("fail") == 1
+    assert generate("--stream", "fail") == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (("--file", "x", "hi"), "both a prompt and --file"),
+        (("--system", "x", "hi"), "--system needs --chat"),
+        (("--stream", "--json", "hi"), "--stream and --json"),
+        (("--logit-bias", "1=2", "--logit-bias", "1=3", "hi"), "token id 1 twice"),
+        (("--max-model-len", "100", "hi"), "page_size=32 does not divide max_model_len=100"),
+    ],
+)
+def test_what_cannot_be_meant_is_a_usage_error(llms, capsys, argv, message):
+    assert generate(*argv) == 2
+    assert message in capsys.readouterr().err
+    assert llms == []
+
+
+def test_stream_takes_one_prompt_and_a_file_holds_at_least_one(llms, tmp_path, capsys):
+    path = tmp_path / "prompts.txt"
+    path.write_text("a\nb\n", encoding="utf-8")
+    assert generate("--stream", "--file", str(path)) == 2
+    assert "2 prompts are given" in capsys.readouterr().err
+    path.write_text("\n \n", encoding="utf-8")
+    assert generate("--file", str(path)) == 2
+    assert "holds no prompt" in capsys.readouterr().err
+    assert llms == []
+
+
+def test_a_missing_file_is_an_error_that_names_it(llms, tmp_path, capsys):
+    assert generate("--file", str(tmp_path / "none.txt")) == 1
+    assert "none.txt" in capsys.readouterr().err

@@ -1,0 +1,135 @@
+"""The shared options: every sampling field has one, and what was typed is what is passed on."""
+
+import argparse
+import dataclasses
+
+import pytest
+
+from jaxinfer.cli.options import (
+    ENGINE_OPTIONS,
+    SAMPLING_OPTIONS,
+    UsageError,
+    add_model_options,
+    add_sampling_options,
+    engine_keywords,
+    parse_setting,
+    sampling_params,
+)
+from jaxinfer.config import EngineConfig
+from jaxinfer.sampling_params import SamplingParams
+
+# Fields that a request is refused for so far, so no option offers them.
+RESERVED = {"stop", "n", "logprobs", "prompt_logprobs", "logprobs_mode"}
+
+
+def parse(*argv: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_model_options(parser)
+    add_sampling_options(parser, max_tokens=7)
+    return parser.parse_args(["--model", "m", *argv])
+
+
+def test_every_sampling_field_has_an_option_or_is_reserved():
+    fields = {field.name for field in dataclasses.fields(SamplingParams)}
+    assert {option.name for option in SAMPLING_OPTIONS} == fields - RESERVED
+
+
+def test_engine_options_are_fields_of_the_engine():
+    fields = {field.name for field in dataclasses.fields(EngineConfig)}
+    assert {option.name for option in ENGINE_OPTIONS} <= fields
+
+
+def test_nothing_typed_leaves_every_default():
+    assert engine_keywords(parse()) == {}
+    assert sampling_params(parse()) == SamplingParams(max_tokens=7)
+
+
+def test_every_sampling_option_reaches_its_field():
+    args = parse(
+        *("--temperature", "0.5", "--top-k", "-1", "--top-p", "0.9", "--min-p", "0.05"),
+        *("--repetition-penalty", "1.1", "--presence-penalty", "-0.5"),
+        *("--frequency-penalty", "0.25", "--logit-bias", "5=-100", "--logit-bias", "6=1.5"),
+        *("--allowed-token-ids", "1,2", "--allowed-token-ids", "3", "--bad-words", "darn it"),
+        *("--bad-words", "a,b", "--max-tokens", "9", "--min-tokens", "2"),
+        *("--stop-token-ids", "4", "--ignore-eos", "--seed", "-3"),
+    )
+    assert sampling_params(args) == SamplingParams(
+        temperature=0.5,
+        top_k=-1,
+        top_p=0.9,
+        min_p=0.05,
+        repetition_penalty=1.1,
+        presence_penalty=-0.5,
+        frequency_penalty=0.25,
+        logit_bias={5: -100.0, 6: 1.5},
+        allowed_token_ids=[1, 2, 3],
+        bad_words=["darn it", "a,b"],
+        max_tokens=9,
+        min_tokens=2,
+        stop_token_ids=[4],
+        ignore_eos=True,
+        seed=-3,
+    )
+
+
+def test_every_engine_option_reaches_its_keyword():
+    args = parse(
+        *("--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "4"),
+        *("--page-size", "16", "--num-pages", "99", "--attention", "reference"),
+    )
+    assert engine_keywords(args) == {
+        "dtype": "float32",
+        "max_model_len": 512,
+        "max_num_seqs": 4,
+        "page_size": 16,
+        "num_pages": 99,
+        "attention": "reference",
+    }
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("--logit-bias", "5"),
+        ("--logit-bias", "x=1"),
+        ("--logit-bias", "1=2=3"),
+        ("--stop-token-ids", "1,,2"),
+        ("--allowed-token-ids", ""),
+        ("--dtype", "float8"),
+        ("--top-k", "2.5"),
+    ],
+)
+def test_malformed_values_are_refused(argv, capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse(*argv)
+    assert stop.value.code == 2
+    assert f"argument {argv[0]}: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "setting"),
+    [
+        ("temperature=0", ("temperature", 0.0)),
+        ("--top-k=5", ("top_k", 5)),
+        ("logit_bias=5=-1", ("logit_bias", {5: -1.0})),
+        ("stop_token_ids=1,2", ("stop_token_ids", [1, 2])),
+        ("ignore_eos=true", ("ignore_eos", True)),
+    ],
+)
+def test_a_setting_is_parsed_as_its_option(text, setting):
+    assert parse_setting(text) == setting
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("temperature", "not NAME=VALUE"),
+        ("heat=1", "Names: temperature, top_k"),
+        ("top_k=x", "top_k=x is not a number"),
+        ("ignore_eos=1", "neither true nor false"),
+        ("logit_bias=7", "ID=VALUE"),
+    ],
+)
+def test_a_malformed_setting_says_what_is_wanted(text, message):
+    with pytest.raises(UsageError, match=message):
+        parse_setting(text)
