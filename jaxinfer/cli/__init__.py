@@ -79,6 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def describe(error: Exception) -> str:
     """A message for a person: of an error that is written for one its text, else its kind too."""
-    if isinstance(error, (ValueError, OSError)):
+    # RuntimeError exactly: the runtime's own errors are subclasses of it.
+    if isinstance(error, (ValueError, OSError)) or type(error) is RuntimeError:
         return str(error)
     return f"{type(error).__name__}: {error} (--debug shows where)"

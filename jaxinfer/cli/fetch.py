@@ -1,11 +1,11 @@
-"""`jaxinfer fetch`: a model's checkpoint, in the folder of checkpoints."""
+"""`jaxinfer fetch`: a model's checkpoint, on this machine."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 
-from jaxinfer.cli.progress import progress_bars
+from jaxinfer.cli.progress import under_way
 
 SUMMARY = "download a model, once"
 
@@ -25,15 +25,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--root",
         default="checkpoints",
         metavar="DIR",
-        help="the folder of checkpoints (default: %(default)s)",
+        help="where aliases are kept (default: %(default)s)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """0, once the checkpoint lies complete in its folder, whose path is printed."""
-    from jaxinfer.checkpoint.fetch import fetch  # noqa: PLC0415  (slow to import)
+    """0, once the checkpoint lies there complete; prints its path."""
+    from jaxinfer.checkpoint import resolve  # noqa: PLC0415  (imports jax)
 
-    with progress_bars(sys.stderr) as progress:
-        path = fetch(args.model, args.root, progress=progress)
+    with under_way(f"Fetching {args.model} ...", sys.stderr):
+        path = resolve(args.model, args.root)
     print(path)
     return 0

@@ -79,10 +79,9 @@ def find_config(model: str) -> ModelConfig:
 
     if model in NAMED_SHAPES and not Path(model).exists():
         return NAMED_SHAPES[model]
-    from jaxinfer.checkpoint.fetch import resolve  # noqa: PLC0415
-    from jaxinfer.checkpoint.loading import read_config  # noqa: PLC0415
+    from jaxinfer.checkpoint import open_checkpoint, resolve  # noqa: PLC0415
 
-    return read_config(resolve(model))
+    return open_checkpoint(resolve(model)).config
 
 
 def machine_memory() -> int:

@@ -141,7 +141,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--model",
         required=True,
         metavar="MODEL",
-        help="alias (smollm2-135m), path (GGUF file, Hugging Face or Orbax folder) or hub id",
+        help="alias (smollm2-135m), path (GGUF file or Hugging Face folder) or hub id",
     )
     defaults = {field.name: field.default for field in dataclasses.fields(EngineConfig)}
     add_options(parser, "engine", ENGINE_OPTIONS, defaults)

@@ -1,4 +1,4 @@
-"""Progress bars, on a terminal only: a pipe or a log file gets none."""
+"""Signs of progress, on a terminal only: a pipe or a log file gets none."""
 
 from __future__ import annotations
 
@@ -39,3 +39,18 @@ def progress_bars(stream: TextIO) -> Iterator[Report | None]:
     finally:
         for bar in bars.values():
             bar.close()
+
+
+@contextlib.contextmanager
+def under_way(what: str, stream: TextIO) -> Iterator[None]:
+    """A context with the line `what` on `stream`, for work of unknown length; wiped at its end."""
+    if not stream.isatty():
+        yield
+        return
+    stream.write(what)
+    stream.flush()
+    try:
+        yield
+    finally:
+        stream.write("\r\x1b[K")
+        stream.flush()

@@ -1,8 +1,8 @@
-"""Progress bars: on a terminal one per piece of work, elsewhere none."""
+"""Progress: on a terminal a bar per piece of work, or a line; elsewhere nothing."""
 
 import io
 
-from jaxinfer.cli.progress import progress_bars
+from jaxinfer.cli.progress import progress_bars, under_way
 
 
 class Terminal(io.StringIO):
@@ -28,3 +28,11 @@ def test_a_terminal_gets_a_bar_per_piece_of_work():
     assert "weights" in drawn
     assert "10.0/10.0" in drawn
     assert "programs" in drawn
+
+
+def test_work_of_unknown_length_has_a_line_on_a_terminal_only():
+    terminal, pipe = Terminal(), io.StringIO()
+    for stream in (terminal, pipe):
+        with under_way("Fetching ...", stream):
+            pass
+    assert (terminal.getvalue(), pipe.getvalue()) == ("Fetching ...\r\x1b[K", "")
