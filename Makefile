@@ -31,14 +31,14 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 
-$(BIN)/python:
+$(BIN)/pip:
 	@test -n "$(PYTHON)" || { echo "No Python 3.11 or newer found. Name one: make PYTHON=/path/to/python"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.installed: pyproject.toml | $(BIN)/python
+$(VENV)/.installed: pyproject.toml | $(BIN)/pip
 	$(PIP) --editable .
 	@touch $@
 
-$(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
+$(VENV)/.installed-dev: pyproject.toml | $(BIN)/pip
 	$(PIP) --editable '.[dev]'
 	@touch $@ $(VENV)/.installed
