@@ -1,0 +1,1 @@
+"""Kernels for transformer inference in JAX, useful without jaxinfer: each subpackage owns one operation."""

@@ -1,0 +1,59 @@
+"""The specification: paged attention in plain jnp and float32, every score of every row at once."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels.paged_attention.layout import from_storage, read_pages
+
+
+def attend(
+    q_BTNH: Array,
+    pages: Array,
+    page_table_BM: Array,
+    context_lens_B: Array,
+    query_lens_B: Array,
+    *,
+    scale: float,
+    window: Array | None,
+    soft_cap: float | None,
+    sinks_N: Array | None,
+    layer: Array | None,
+) -> Array:
+    """Attention of the queries over the pages of their rows, `[B, T, N, H]` in float32; zero for padding."""
+    B, T, N, H = q_BTNH.shape
+    K, page_size = pages.shape[-3], pages.shape[-2]
+    kv = from_storage(read_pages(pages, page_table_BM, layer=layer)).astype(jnp.float32)
+    S = page_table_BM.shape[1] * page_size
+    kv_BKSL = kv.transpose(0, 2, 1, 3, 4).reshape(B, K, S, -1)
+
+    positions_BT = (context_lens_B - query_lens_B)[:, None] + jnp.arange(T)
+    keys_S = jnp.arange(S)
+    written_BS = keys_S < context_lens_B[:, None]
+    # A slot that was never written may hold NaN, and 0 * NaN is NaN.
+    kv_BKSL = jnp.where(written_BS[:, None, :, None], kv_BKSL, 0.0)
+    k_BKSH, v_BKSH = kv_BKSL[..., :H], kv_BKSL[..., H : 2 * H]
+
+    seen_BTS = keys_S <= positions_BT[..., None]
+    if window is not None:
+        seen_BTS &= keys_S > positions_BT[..., None] - window
+    seen_BTS &= (jnp.arange(T) < query_lens_B[:, None])[..., None]
+
+    q_BTKGH = q_BTNH.astype(jnp.float32).reshape(B, T, K, N // K, H)
+    scores = jnp.einsum("btkgh,bksh->bkgts", q_BTKGH, k_BKSH) * scale
+    if soft_cap is not None:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
+    seen = seen_BTS[:, None, None]
+    scores = jnp.where(seen, scores, -jnp.inf)
+    top = jnp.maximum(scores.max(-1, keepdims=True), jnp.finfo(jnp.float32).min)
+    if sinks_N is not None:
+        sinks = sinks_N.astype(jnp.float32).reshape(1, K, N // K, 1, 1)
+        top = jnp.maximum(top, sinks)
+    weights = jnp.where(seen, jnp.exp(scores - top), 0.0)
+    total = weights.sum(-1, keepdims=True)
+    if sinks_N is not None:
+        total += jnp.exp(sinks - top)
+    weights = weights / jnp.where(total == 0, 1.0, total)
+    out = jnp.einsum("bkgts,bksh->btkgh", weights, v_BKSH)
+    return out.reshape(B, T, N, H)

@@ -1,0 +1,227 @@
+"""One case table that every implementation must pass against a dense float64 softmax."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.paged_attention import (
+    IMPLEMENTATIONS,
+    PageSpec,
+    from_storage,
+    paged_attention,
+    to_storage,
+)
+
+TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}
+
+
+def dense(q_TNH, k_SKH, v_SKH, first, *, scale, window, soft_cap, sinks_N):
+    """float64 attention of one row's queries, which start at position `first`, over its keys."""
+    T, N, _ = q_TNH.shape
+    K = k_SKH.shape[1]
+    out = np.zeros(q_TNH.shape)
+    for t in range(T):
+        position = first + t
+        low = 0 if window is None else max(0, position - window + 1)
+        for n in range(N):
+            kv_head = n // (N // K)
+            s = k_SKH[low : position + 1, kv_head] @ q_TNH[t, n] * scale
+            if soft_cap is not None:
+                s = soft_cap * np.tanh(s / soft_cap)
+            top = max(s.max(), -np.inf if sinks_N is None else sinks_N[n])
+            w = np.exp(s - top)
+            total = w.sum() + (0 if sinks_N is None else np.exp(sinks_N[n] - top))
+            out[t, n] = w @ v_SKH[low : position + 1, kv_head] / total
+    return out
+
+
+def make_case(*, contexts, queries, T, N=4, K=2, H=16, page_size=4, dtype="float32", seed=0):
+    """Random rows in permuted pages, everything unused poisoned with NaN."""
+    rng = np.random.default_rng(seed)
+    B, M = len(contexts), max(-(-c // page_size) for c in contexts) + 1
+    num_pages = B * M + 3
+    spec = PageSpec.of(K, page_size, H, dtype, "cpu")
+    round_ = lambda a: np.asarray(jnp.asarray(a, dtype)).astype(np.float64)  # noqa: E731
+    kv = [round_(rng.standard_normal((c, K, 2 * H))) for c in contexts]
+    q = round_(rng.standard_normal((B, T, N, H)))
+    order = iter(rng.permutation(num_pages))
+    table = np.full((B, M), num_pages, np.int32)
+    pages = np.full(spec.shape(num_pages), np.nan)
+    new_kv = np.full((B, T, K, 2 * H), np.nan)
+    for b, (context, query) in enumerate(zip(contexts, queries)):
+        for m in range(-(-context // page_size)):
+            table[b, m] = next(order)
+        for s in range(context - query):
+            pages[table[b, s // page_size], :, s % page_size] = kv[b][s]
+        new_kv[b, :query] = kv[b][context - query :]
+    stored = to_storage(jnp.asarray(pages, jnp.float32), spec.dtype)
+    arrays = (
+        jnp.asarray(q, dtype),
+        jnp.asarray(new_kv, dtype),
+        stored,
+        jnp.asarray(table),
+        jnp.asarray(contexts, jnp.int32),
+        jnp.asarray(queries, jnp.int32),
+    )
+    return arrays, q, kv
+
+
+CASES = {
+    "decode": dict(contexts=(1, 3, 4, 5, 17), queries=(1,) * 5, T=1),
+    "idle rows": dict(contexts=(7, 0, 9), queries=(1, 0, 1), T=1),
+    "prefill": dict(contexts=(5, 16, 1), queries=(5, 16, 1), T=16),
+    "chunks": dict(contexts=(9, 33, 20), queries=(4, 16, 0), T=16),
+    "few": dict(contexts=(9, 33, 20), queries=(5, 2, 1), T=5),
+    "one head": dict(contexts=(6, 2), queries=(1, 1), T=1, N=1, K=1),
+    "group of 3": dict(contexts=(6, 2), queries=(2, 2), T=2, N=9, K=3),
+    "group of 16": dict(contexts=(6, 21), queries=(1, 1), T=1, N=16, K=1),
+    "page of 1": dict(contexts=(6, 2), queries=(1, 2), T=2, page_size=1),
+    "tiles": dict(contexts=(300, 140), queries=(200, 130), T=200, H=8, page_size=16),
+    "groups": dict(contexts=(700, 512, 513), queries=(1, 1, 1), T=1, H=8, page_size=32),
+}
+OPTIONS = {
+    "plain": {},
+    "scale": dict(scale=0.3),
+    "window": dict(window=5),
+    "soft cap": dict(soft_cap=2.0),
+    "sinks": dict(sinks=True),
+    "everything": dict(scale=0.4, window=4, soft_cap=3.0, sinks=True),
+}
+
+
+# Every case plain and with everything; each option by itself where one case is telling.
+PAIRS = [(case, option) for case in CASES for option in ("plain", "everything")]
+PAIRS += [("chunks", option) for option in OPTIONS if option not in ("plain", "everything")]
+
+
+@pytest.mark.parametrize("implementation", [*IMPLEMENTATIONS, None])
+@pytest.mark.parametrize("case, option", PAIRS)
+def test_equals_dense(implementation, case, option):
+    options = dict(OPTIONS[option])
+    arrays, q, kv = make_case(**CASES[case])
+    N = q.shape[2]
+    sinks = np.linspace(-1, 2, N) if options.pop("sinks", False) else None
+    attend = functools.partial(
+        paged_attention,
+        **options,
+        sinks_N=None if sinks is None else jnp.asarray(sinks, jnp.float32),
+        implementation=implementation,
+    )
+    out, _ = jax.jit(attend)(*arrays)
+    spec = dict(scale=q.shape[-1] ** -0.5, window=None, soft_cap=None) | options
+    for b, (context, query) in enumerate(
+        zip(CASES[case]["contexts"], CASES[case]["queries"], strict=True)
+    ):
+        H = q.shape[-1]
+        want = dense(
+            q[b, :query], kv[b][..., :H], kv[b][..., H:], context - query, sinks_N=sinks, **spec
+        )
+        np.testing.assert_allclose(out[b, :query], want, atol=TOLERANCE["float32"], rtol=0)
+        assert not np.asarray(out[b, query:]).any()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("case", ["decode", "chunks", "tiles"])
+def test_bfloat16_pages_as_bits(implementation, case):
+    arrays, q, kv = make_case(**CASES[case], dtype="bfloat16")
+    assert arrays[2].dtype == jnp.uint16
+    out, _ = jax.jit(functools.partial(paged_attention, implementation=implementation))(*arrays)
+    H = q.shape[-1]
+    for b, (context, query) in enumerate(
+        zip(CASES[case]["contexts"], CASES[case]["queries"], strict=True)
+    ):
+        want = dense(
+            q[b, :query],
+            kv[b][..., :H],
+            kv[b][..., H:],
+            context - query,
+            scale=H**-0.5,
+            window=None,
+            soft_cap=None,
+            sinks_N=None,
+        )
+        np.testing.assert_allclose(out[b, :query], want, atol=TOLERANCE["bfloat16"], rtol=0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_writes_only_the_new_slots(dtype):
+    arrays, _, kv = make_case(contexts=(9, 33, 20), queries=(4, 16, 0), T=16, dtype=dtype)
+    before, table = np.asarray(arrays[2]), np.asarray(arrays[3])
+    _, pages = paged_attention(*arrays)
+    written = np.zeros(before.shape[:3], bool)
+    values = np.asarray(from_storage(pages)).astype(np.float64)
+    for b, (context, query) in enumerate(((9, 4), (33, 16), (20, 0))):
+        for s in range(context - query, context):
+            written[table[b, s // 4], :, s % 4] = True
+            np.testing.assert_array_equal(values[table[b, s // 4], :, s % 4], kv[b][s])
+    after = np.asarray(pages)
+    bits = np.uint16 if dtype == "bfloat16" else np.uint32
+    np.testing.assert_array_equal(after.view(bits)[~written], before.view(bits)[~written])
+
+
+def test_unmapped_entries_never_change_a_page():
+    """An entry of `num_pages` is dropped; -1 would have written the last page."""
+    arrays, *_ = make_case(contexts=(9,), queries=(4,), T=4)
+    q, new_kv, pages, table, contexts, queries = arrays
+    unmapped = jnp.full_like(table, pages.shape[0])
+    _, after = paged_attention(q, new_kv, pages, unmapped, contexts, queries)
+    np.testing.assert_array_equal(np.asarray(after).view(np.uint32), np.asarray(pages).view(np.uint32))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_stacked_cache_gives_the_layer_asked_for(implementation):
+    arrays, *_ = make_case(contexts=(9, 33), queries=(4, 16), T=16)
+    q, new_kv, pages, *rest = arrays
+    attend = functools.partial(paged_attention, implementation=implementation)
+    out, alone = jax.jit(attend)(*arrays)
+    stacked = jnp.stack([jnp.full_like(pages, jnp.nan), pages, jnp.zeros_like(pages)])
+
+    @jax.jit
+    def step(layer):
+        return attend(q, new_kv, stacked, *rest, layer=layer)
+
+    got, after = step(jnp.int32(1))
+    np.testing.assert_array_equal(got, out)
+    np.testing.assert_array_equal(after[1], alone)
+    assert np.isnan(after[0]).all() and not np.asarray(after[2]).any()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("window", [4, 5])
+def test_window_is_exact_in_every_phase(implementation, window):
+    """Query i sees keys max(0, i - W + 1)..i: whole, in chunks and one by one, at every length 1..40."""
+    arrays, q, kv = make_case(contexts=(40,), queries=(40,), T=40, seed=3)
+    _, new_kv, pages, table, *_ = arrays
+    H = q.shape[-1]
+    want = dense(
+        q[0], kv[0][..., :H], kv[0][..., H:], 0, scale=H**-0.5, window=window, soft_cap=None, sinks_N=None
+    )
+    attend = jax.jit(
+        lambda q, kv, pages, c, n: paged_attention(
+            q, kv, pages, table, c, n, window=jnp.int32(window), implementation=implementation
+        )
+    )
+    for chunk in (40, 7, 1):
+        cache = pages
+        for start in range(0, 40, chunk):
+            n = min(chunk, 40 - start)
+            pad = lambda a: jnp.pad(a[:, start : start + n], ((0, 0), (0, chunk - n), (0, 0), (0, 0)))  # noqa: E731,B023
+            out, cache = attend(
+                pad(arrays[0]), pad(new_kv), cache, jnp.array([start + n]), jnp.array([n])
+            )
+            np.testing.assert_allclose(out[0, :n], want[start : start + n], atol=2e-5)
+
+
+def test_wrong_use_is_refused_with_the_reason():
+    arrays, *_ = make_case(contexts=(3,), queries=(1,), T=1)
+    with pytest.raises(ValueError, match="'cuda' is unknown. Choose one of reference, cpu"):
+        paged_attention(*arrays, implementation="cuda")
+    with pytest.raises(ValueError, match="4 axes"):
+        paged_attention(*arrays, layer=jnp.int32(0))
+    with pytest.raises(ValueError, match="32 lanes; a head dim of 32 needs at least 64"):
+        paged_attention(jnp.zeros((1, 1, 4, 32)), *arrays[1:])
+    with pytest.raises(ValueError, match="3 query heads are not a multiple of the 2 kv heads"):
+        paged_attention(jnp.zeros((1, 1, 3, 16)), *arrays[1:])
