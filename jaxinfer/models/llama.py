@@ -1,0 +1,67 @@
+"""The Llama family: its configuration from either kind of file, and where its weights stand."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from jaxinfer.config import ModelConfig
+from jaxinfer.models.family import Family
+from jaxinfer.models.fields import Fields
+from jaxinfer.models.gguf import decoder_from_gguf
+from jaxinfer.models.huggingface import HARMLESS, decoder_from_hf, decoder_to_hf
+from jaxinfer.models.layout import GGUF_NAMES, HF_NAMES, decoder_leaves
+from jaxinfer.models.weights import Leaf
+
+
+def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
+    """The config that a config.json describes. Raises ValueError on a setting it does not know."""
+    fields = Fields(hf, "config.json")
+    config = decoder_from_hf(
+        fields,
+        family="llama",
+        tie_default=False,
+        attention_bias=fields.flag("attention_bias"),
+        mlp_bias=fields.flag("mlp_bias"),
+    )
+    fields.refuse_rest(HARMLESS)
+    return config
+
+
+def config_to_hf(config: ModelConfig) -> dict[str, Any]:
+    """The config.json of `config`; `config_from_hf` gives `config` back."""
+    return decoder_to_hf(config, model_type="llama", architecture="LlamaForCausalLM") | {
+        "attention_bias": config.attention_bias,
+        "mlp_bias": config.mlp_bias,
+    }
+
+
+def config_from_gguf(
+    metadata: Mapping[str, Any],
+    tensor_names: Collection[str],
+    rope_divisors: Sequence[float] = (),
+) -> ModelConfig:
+    """The config that a GGUF file describes; the arguments are those of `decoder_from_gguf`."""
+    return decoder_from_gguf(metadata, tensor_names, rope_divisors, family="llama")
+
+
+def weights(config: ModelConfig) -> tuple[Leaf, ...]:
+    """The leaves of the params tree, with the names of Hugging Face checkpoints."""
+    return decoder_leaves(config, HF_NAMES)
+
+
+def gguf_weights(config: ModelConfig) -> tuple[Leaf, ...]:
+    """The same leaves with the names of GGUF, whose query and key rows stand pair by pair."""
+    return decoder_leaves(config, GGUF_NAMES, interleaved=True)
+
+
+FAMILY = Family(
+    name="llama",
+    model_types=("llama",),
+    gguf_architectures=("llama",),
+    config_from_hf=config_from_hf,
+    config_to_hf=config_to_hf,
+    config_from_gguf=config_from_gguf,
+    weights=weights,
+    gguf_weights=gguf_weights,
+)

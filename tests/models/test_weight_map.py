@@ -1,0 +1,140 @@
+"""The weight map: every element of every leaf is filled exactly once, and the moves are inverse."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from jaxinfer.config import ModelConfig, RopeConfig
+from jaxinfer.models import NAMED_SHAPES, named_shape, num_parameters
+from jaxinfer.models.llama import gguf_weights, weights
+from jaxinfer.models.weights import Part, from_view, leaf_at, to_view, unflatten
+
+
+def make_config(**changes):
+    fields = {
+        "vocab_size": 20,
+        "hidden_size": 12,
+        "intermediate_size": 10,
+        "num_layers": 2,
+        "num_heads": 6,
+        "num_kv_heads": 2,
+        "head_dim": 4,
+        "rope": RopeConfig(dim=4),
+    }
+    return ModelConfig(**(fields | changes))
+
+
+FLAGS = [
+    dict(zip(("attention_bias", "mlp_bias", "tie_embeddings"), values))
+    for values in itertools.product((False, True), repeat=3)
+]
+
+
+@pytest.mark.parametrize("leaves_of", [weights, gguf_weights])
+@pytest.mark.parametrize("flags", FLAGS)
+def test_parts_cover_each_leaf_exactly_once(leaves_of, flags):
+    leaves = leaves_of(make_config(**flags))
+    assert len({leaf.path for leaf in leaves}) == len(leaves)
+    names = [part.name for leaf in leaves for part in leaf.parts]
+    assert len(set(names)) == len(names)
+    for leaf in leaves:
+        filled = np.zeros(leaf.shape, int)
+        for part in leaf.parts:
+            assert filled[part.index].shape == part.view
+            assert math.prod(part.shape) == math.prod(part.view)
+            assert part.shape[0] == part.rows * part.view[0]
+            filled[part.index] += 1
+        assert (filled == 1).all(), leaf.path
+
+
+def test_optional_leaves_follow_the_config():
+    paths = {leaf.path for leaf in weights(make_config())}
+    assert ("head", "weight") in paths
+    assert not any("bias" in path for path in paths)
+    tied = {leaf.path: leaf for leaf in weights(make_config(tie_embeddings=True))}
+    assert ("head", "weight") not in tied
+    assert tied["embed", "weight"].parts[0].copies == ("lm_head.weight",)
+    biased = {
+        leaf.path: leaf.shape for leaf in weights(make_config(attention_bias=True, mlp_bias=True))
+    }
+    layer = ("layers", 1)
+    assert biased[*layer, "attention", "qkv", "bias"] == (2, 5, 4)
+    assert biased[*layer, "attention", "out", "bias"] == (12,)
+    assert biased[*layer, "mlp", "gate_up", "bias"] == (2, 10)
+    assert biased[*layer, "mlp", "down", "bias"] == (12,)
+
+
+def test_fused_projection_groups_queries_with_their_key_and_value():
+    """Query head n stands at [n // G, n % G]; the key follows the G queries, then the value."""
+    leaf = next(leaf for leaf in weights(make_config()) if "qkv" in leaf.path)
+    assert leaf.shape == (2, 5, 4, 12)
+    array = np.empty(leaf.shape)
+    files = {
+        part.name: np.random.default_rng(len(part.name)).random(part.shape) for part in leaf.parts
+    }
+    for part in leaf.parts:
+        array[part.index] = to_view(part, files[part.name])
+    query, key, value = (files[part.name] for part in leaf.parts)
+    for n in range(6):
+        np.testing.assert_array_equal(array[n // 3, n % 3], query[4 * n : 4 * n + 4])
+    for k in range(2):
+        np.testing.assert_array_equal(array[k, 3], key[4 * k : 4 * k + 4])
+        np.testing.assert_array_equal(array[k, 4], value[4 * k : 4 * k + 4])
+
+
+def test_interleaved_rows_become_two_halves():
+    part = Part("q", (8, 1), (1, 1, 8, 1), interleaved_axis=2)
+    file = np.array([0, 4, 1, 5, 2, 6, 3, 7])[:, None]
+    view = to_view(part, file)
+    assert view.ravel().tolist() == list(range(8))
+    np.testing.assert_array_equal(from_view(part, view), file)
+
+
+@pytest.mark.parametrize("leaves_of", [weights, gguf_weights])
+def test_moves_are_inverse_for_any_rows(leaves_of):
+    config = make_config(attention_bias=True, mlp_bias=True)
+    for part in (part for leaf in leaves_of(config) for part in leaf.parts):
+        file = np.arange(math.prod(part.shape)).reshape(part.shape)
+        whole = to_view(part, file)
+        assert whole.shape == part.view
+        np.testing.assert_array_equal(from_view(part, whole), file)
+        rows = [
+            to_view(part, file[i * part.rows : (i + 1) * part.rows]) for i in range(part.view[0])
+        ]
+        np.testing.assert_array_equal(np.concatenate(rows), whole)
+
+
+def test_gguf_permutes_queries_and_keys_only():
+    parts = {part.name: part for leaf in gguf_weights(make_config()) for part in leaf.parts}
+    permuted = {name for name, part in parts.items() if part.interleaved_axis is not None}
+    assert permuted == {f"blk.{i}.attn_{x}.weight" for i in range(2) for x in "qk"}
+
+
+def test_unflatten_makes_tuples_of_numbered_levels():
+    tree = unflatten({("a", 0, "w"): 1, ("a", 1, "w"): 2, ("b",): 3})
+    assert tree == {"a": ({"w": 1}, {"w": 2}), "b": 3}
+    assert leaf_at(tree, ("a", 1, "w")) == 2
+    many = unflatten({("a", i): i for i in reversed(range(12))})
+    assert many["a"] == tuple(range(12))
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "kv_bytes"),
+    [
+        ("smollm2-135m", 134_515_008, 23_040),
+        ("llama-3-8b", 8_030_261_248, 131_072),
+        ("llama-3-70b", 70_553_706_496, 327_680),
+    ],
+)
+def test_named_shapes_have_the_published_sizes(name, parameters, kv_bytes):
+    config = named_shape(name)
+    assert num_parameters(config) == parameters
+    assert config.kv_bytes_per_token("bfloat16") == kv_bytes
+
+
+def test_unknown_shape_lists_the_known():
+    with pytest.raises(ValueError, match=r"'llama-9'.*smollm2-135m.*llama-3-70b"):
+        named_shape("llama-9")
+    assert len(NAMED_SHAPES) == 3
