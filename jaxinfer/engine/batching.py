@@ -1,0 +1,79 @@
+"""Plans of the scheduler -> padded numpy batches of the device programs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxinfer.compute.sampling_state import make_sampling_state
+from jaxinfer.compute.types import DecodeState
+from jaxinfer.config import EngineConfig
+from jaxinfer.engine.device import PrefillRows
+from jaxinfer.sched import Chunk, Request
+
+
+def request_row(
+    request: Request, config: EngineConfig, *, vocab_size: int, num_valid_ids: int, eos_ids: Sequence[int]
+) -> DecodeState:
+    """The one-row decode state of an admitted request: inactive, its pages mapped, its sampling set."""
+    table_1M = np.full((1, config.pages_per_seq), config.cache.num_pages, np.int32)
+    table_1M[0, : len(request.pages)] = request.pages
+    # A page id out of range would be clamped by the device and read another request's keys.
+    assert all(0 <= page < config.cache.num_pages for page in request.pages), request.pages
+    none = np.zeros(1, np.int32)
+    return DecodeState(
+        tokens_B=none,
+        context_lens_B=none,
+        remaining_B=none,
+        page_table_BM=table_1M,
+        sampling=make_sampling_state(
+            [request.params],
+            [request.prompt_ids],
+            vocab_size=vocab_size,
+            num_valid_ids=num_valid_ids,
+            eos_ids=eos_ids,
+            seeds=[request.seed],
+            outputs=[request.output_ids],
+        ),
+    )
+
+
+def prefill_batch(chunks: Sequence[Chunk], shape: tuple[int, int], num_rows: int) -> PrefillRows:
+    """The chunks padded to `shape` (rows, tokens); padding rows are out of range and of length 0."""
+    rows, tokens = shape
+    batch = PrefillRows(
+        tokens_BT=np.zeros((rows, tokens), np.int32),
+        rows_B=np.full(rows, num_rows, np.int32),
+        query_lens_B=np.zeros(rows, np.int32),
+        context_lens_B=np.zeros(rows, np.int32),
+        is_last_B=np.zeros(rows, np.bool_),
+        max_tokens_B=np.zeros(rows, np.int32),
+    )
+    for b, chunk in enumerate(chunks):
+        request = chunk.request
+        batch.tokens_BT[b, : chunk.length] = request.known_ids(chunk.start, chunk.length)
+        batch.rows_B[b] = request.row
+        batch.query_lens_B[b] = chunk.length
+        batch.context_lens_B[b] = chunk.start + chunk.length
+        batch.is_last_B[b] = chunk.is_last
+        batch.max_tokens_B[b] = request.max_total_len - request.num_known
+    return batch
+
+
+def decode_sizes(max_num_seqs: int) -> tuple[int, ...]:
+    """The numbers of rows that decode windows are compiled for: 4, 8, 16, ... up to `max_num_seqs`.
+
+    A step costs what its rows cost, so a lone request must not pay for all; below 4 nothing is saved.
+    """
+    sizes, size = [], 4
+    while size < max_num_seqs:
+        sizes.append(size)
+        size *= 2
+    return (*sizes, max(max_num_seqs, 4))
+
+
+def decode_batch(rows: Sequence[int], sizes: Sequence[int], num_rows: int) -> np.ndarray:
+    """The rows to decode, padded with an index out of range to the smallest size that holds them."""
+    size = next(size for size in sizes if size >= len(rows))
+    return np.array([*rows, *[num_rows] * (size - len(rows))], np.int32)

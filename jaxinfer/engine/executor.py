@@ -1,0 +1,89 @@
+"""`Executor`: owns params, cache and decode state; the one place that runs device programs."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jaxinfer.compute.cache import init_cache
+from jaxinfer.compute.decoder import Decoder, Params
+from jaxinfer.compute.steps import LogitsHook
+from jaxinfer.compute.types import DecodeState
+from jaxinfer.config import EngineConfig
+from jaxinfer.engine import device
+from jaxinfer.engine.batching import decode_sizes
+from jaxinfer.engine.device import PrefillRows
+from jaxinfer.engine.programs import Programs, Progress
+from jaxinfer.sched.buckets import Shape
+
+
+class Executor:
+    """Runs device programs in the order in which they are called, none of them waited for.
+
+    Cache and state are donated to every program and replaced by what it returns: there is one copy of each.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        params: Params,
+        config: EngineConfig,
+        empty_row: DecodeState,
+        *,
+        logits_hook: LogitsHook | None = None,
+    ):
+        self.num_rows = config.max_num_seqs
+        self.decode_sizes = decode_sizes(config.max_num_seqs)
+        self.num_fetches = 0
+        self._params = params
+        self._cache = init_cache(model.config, config.cache)
+        self._state = jax.tree.map(
+            lambda leaf: jnp.asarray(np.repeat(leaf, self.num_rows, axis=0)), empty_row
+        )
+        self._programs = Programs(
+            model,
+            params,
+            self._cache,
+            self._state,
+            num_words=len(device.pack_row(empty_row)),
+            max_window=config.max_window,
+            logits_hook=logits_hook,
+        )
+
+    def compile(self, prefill_shapes: tuple[Shape, ...], progress: Progress | None = None) -> None:
+        """Returns None; every program that a request can need is compiled."""
+        keys = [("prefill", *shape) for shape in prefill_shapes]
+        keys += [("decode", size) for size in self.decode_sizes]
+        self._programs.compile([*keys, ("write_row",), ("stop_row",)], progress)
+
+    def write_row(self, row: int, state: DecodeState) -> None:
+        """Returns None; `row` now holds the one-row numpy `state`."""
+        words = device.pack_row(state)
+        self._state = self._programs["write_row",](self._state, np.int32(row), words)
+
+    def stop_row(self, row: int) -> None:
+        """Returns None; `row` is inactive from the next program on."""
+        self._state = self._programs["stop_row",](self._state, np.int32(row))
+
+    def prefill(self, batch: PrefillRows) -> Array:
+        """The first tokens `[B]` of rows whose last chunk this is, -1 for the others; not waited for."""
+        program = self._programs["prefill", *batch.tokens_BT.shape]
+        self._cache, self._state, tokens_B = program(
+            self._params, self._cache, self._state, batch
+        )
+        return tokens_B
+
+    def decode(self, rows_B: np.ndarray, num_steps: int) -> Array:
+        """The next tokens `[B, W]` of the rows, -1 where none; not waited for."""
+        program = self._programs["decode", len(rows_B)]
+        self._cache, self._state, tokens_BW = program(
+            self._params, self._cache, self._state, rows_B, np.int32(num_steps)
+        )
+        return tokens_BW
+
+    def fetch(self, array: Array) -> np.ndarray:
+        """`array` on the host, waited for: the only copy from the device that the engine makes."""
+        self.num_fetches += 1
+        return np.asarray(array)

@@ -1,0 +1,115 @@
+"""`Programs`: the compiled device programs, one per shape, compiled ahead in threads or at first use."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxinfer.compute.decoder import Decoder, Params
+from jaxinfer.compute.steps import LogitsHook
+from jaxinfer.compute.types import DecodeState, KVCache
+from jaxinfer.engine import device
+from jaxinfer.engine.device import PrefillRows
+
+Progress = Callable[[int, int], None]
+Key = tuple[str, *tuple[int, ...]]
+COMPILE_THREADS = 2
+
+
+def keep_compiled_programs() -> None:
+    """Returns None; from now on JAX keeps compiled programs on disk, in the user's cache folder.
+
+    Leaves a `jax_compilation_cache_dir` that the user has set alone. JAX's own threshold of one second would
+    leave out what is short to compile but not short to compile at every start.
+    """
+    if jax.config.jax_compilation_cache_dir is None:
+        root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        jax.config.update("jax_compilation_cache_dir", str(Path(root) / "jaxinfer" / "xla"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+class Programs:
+    """Compiled programs by key: ("prefill", rows, tokens), ("decode", rows), ("write_row",), ("stop_row",).
+
+    All shapes that a program may meet are in its key, so a program once compiled is never compiled again.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        params: Params,
+        cache: KVCache,
+        state: DecodeState,
+        *,
+        num_words: int,
+        max_window: int,
+        logits_hook: LogitsHook | None,
+    ):
+        shaped = functools.partial(jax.tree.map, _shape_of)
+        self._params, self._cache, self._state = shaped(params), shaped(cache), shaped(state)
+        self._num_words = num_words
+        hook = dict(logits_hook=logits_hook)
+        decode = functools.partial(device.decode_rows, model, max_steps=max_window, **hook)
+        prefill = functools.partial(device.prefill_rows, model, **hook)
+        self._functions = {
+            "prefill": jax.jit(prefill, donate_argnums=(1, 2)),
+            "decode": jax.jit(decode, donate_argnums=(1, 2)),
+            "write_row": jax.jit(device.write_row, donate_argnums=0),
+            "stop_row": jax.jit(device.stop_row, donate_argnums=0),
+        }
+        self._compiled: dict[Key, jax.stages.Compiled] = {}
+
+    def __getitem__(self, key: Key) -> jax.stages.Compiled:
+        """The program of `key`, compiled now if it was not before."""
+        if key not in self._compiled:
+            self._compiled[key] = self._compile(key)
+        return self._compiled[key]
+
+    def compile(self, keys: list[Key], progress: Progress | None = None) -> None:
+        """Returns None; the programs of `keys` are compiled, several at a time."""
+        with ThreadPoolExecutor(COMPILE_THREADS) as pool:
+            jobs = {pool.submit(self._compile, key): key for key in keys}
+            for done, job in enumerate(as_completed(jobs), 1):
+                self._compiled[jobs[job]] = job.result()
+                if progress is not None:
+                    progress(done, len(jobs))
+
+    def _compile(self, key: Key) -> jax.stages.Compiled:
+        return self._functions[key[0]].lower(*self._arguments(key)).compile()
+
+    def _arguments(self, key: Key) -> tuple[Any, ...]:
+        """The shapes that the program of `key` takes."""
+        match key:
+            case ("prefill", rows, tokens):
+                per_row = _int32(rows)
+                batch = PrefillRows(
+                    tokens_BT=_int32(rows, tokens),
+                    rows_B=per_row,
+                    query_lens_B=per_row,
+                    context_lens_B=per_row,
+                    is_last_B=jax.ShapeDtypeStruct((rows,), jnp.bool_),
+                    max_tokens_B=per_row,
+                )
+                return self._params, self._cache, self._state, batch
+            case ("decode", rows):
+                return self._params, self._cache, self._state, _int32(rows), _int32()
+            case ("write_row",):
+                return self._state, _int32(), _int32(self._num_words)
+            case _:
+                return self._state, _int32()
+
+
+def _shape_of(array: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype)
+
+
+def _int32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
