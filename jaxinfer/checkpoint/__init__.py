@@ -1,0 +1,14 @@
+"""Checkpoints on disk: finding, reading and writing them."""
+
+from jaxinfer.checkpoint.fetch import ALIASES, resolve
+from jaxinfer.checkpoint.loading import Checkpoint, load_params, open_checkpoint
+from jaxinfer.checkpoint.saving import save_huggingface
+
+__all__ = [
+    "ALIASES",
+    "Checkpoint",
+    "load_params",
+    "open_checkpoint",
+    "resolve",
+    "save_huggingface",
+]
