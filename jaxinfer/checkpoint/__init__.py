@@ -1,12 +1,13 @@
 """Checkpoints on disk: finding, reading and writing them."""
 
 from jaxinfer.checkpoint.fetch import ALIASES, resolve
-from jaxinfer.checkpoint.loading import Checkpoint, load_params, open_checkpoint
+from jaxinfer.checkpoint.loading import Checkpoint, load, load_params, open_checkpoint
 from jaxinfer.checkpoint.saving import save_huggingface
 
 __all__ = [
     "ALIASES",
     "Checkpoint",
+    "load",
     "load_params",
     "open_checkpoint",
     "resolve",

@@ -10,17 +10,21 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import ml_dtypes
 import numpy as np
 
+from jaxinfer.checkpoint.fetch import resolve
 from jaxinfer.checkpoint.gguf import GGUFReader
 from jaxinfer.checkpoint.reader import Reader
 from jaxinfer.checkpoint.safetensors import SafetensorsReader
 from jaxinfer.config import DTYPES, ModelConfig, require
 from jaxinfer.models.weights import Leaf, LeafPath, Part, to_view, unflatten
+
+if TYPE_CHECKING:
+    from jaxinfer.compute.decoder import Decoder
 
 FORMATS: tuple[type[Reader], ...] = (GGUFReader, SafetensorsReader)
 
@@ -96,6 +100,19 @@ def _faults(reader: Reader, leaves: tuple[Leaf, ...]) -> Iterator[str]:
             readable[entry.dtype] = reader.is_readable(entry.dtype)
         if not readable[entry.dtype]:
             yield f"{name} is stored as {entry.dtype}, which is not supported"
+
+
+def load(model: str | Path, *, dtype: str = "bfloat16") -> tuple[Decoder, dict[str, Any]]:
+    """The model and its params, for use in programs of your own.
+
+    Args:
+        model: an alias ("smollm2-135m"), a GGUF file, a Hugging Face folder, or a hub id.
+        dtype: of every leaf: "float32", "bfloat16" or "float16".
+    """
+    from jaxinfer.compute.decoder import Decoder  # noqa: PLC0415 (flax, which opening never needs)
+
+    checkpoint = open_checkpoint(resolve(str(model)))
+    return Decoder(checkpoint.config), load_params(checkpoint, dtype=dtype)
 
 
 def place_on_device(path: LeafPath, array: np.ndarray) -> jax.Array:

@@ -58,6 +58,13 @@ def tiny_tensors():
 
 
 @pytest.fixture
+def tiny_refs():
+    """What another library computed with the tiny checkpoint."""
+    with np.load(TINY / "refs.npz") as refs:
+        return dict(refs)
+
+
+@pytest.fixture
 def edit_settings():
     """Changes keys of a folder's config.json."""
 
