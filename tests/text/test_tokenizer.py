@@ -62,6 +62,14 @@ def test_user_text_never_becomes_a_control_token(every_kind):
         assert control.ids, name
 
 
+def test_control_text_is_cut_like_other_text(every_kind, bpe):
+    library = tokenizers.Tokenizer.from_str(bpe.to_str())
+    library.encode_special_tokens = True
+    expected = library.encode(CONTROL_TEXT).ids
+    assert every_kind["json, byte level"].encode(CONTROL_TEXT) == expected
+    assert every_kind["gguf, byte level"].encode(CONTROL_TEXT) == expected
+
+
 def test_a_token_that_only_looks_like_control_is_control(bpe):
     spec = json.loads(bpe.to_str())
     extra = {"content": "<|User|>", "id": 400, "special": False, "normalized": False}
