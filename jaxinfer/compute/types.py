@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeVar, dataclass_transform
 
 import jax
 
 T = TypeVar("T")
 
 
+@dataclass_transform(frozen_default=True)
 def pytree(cls: type[T]) -> type[T]:
     """The frozen dataclass `cls` registered as a pytree, every field of it data."""
     cls = dataclass(frozen=True)(cls)
-    return jax.tree_util.register_dataclass(
-        cls, data_fields=[f.name for f in dataclasses.fields(cls)], meta_fields=[]
-    )
+    names = [field.name for field in dataclasses.fields(cls)]  # pyright: ignore[reportArgumentType]
+    return jax.tree_util.register_dataclass(cls, data_fields=names, meta_fields=[])
 
 
 @pytree
@@ -39,9 +39,9 @@ class KVCache:
 class PrefillBatch:
     """One chunk of the prompt of each of B sequences, padded to T tokens.
 
-    Row b holds tokens `context_lens_B[b] - query_lens_B[b] .. context_lens_B[b] - 1` of its sequence; a
-    row with `query_lens_B[b] == 0` is padding. Entries of the page table that no token reaches hold
-    `num_pages`.
+    Row b holds tokens `context_lens_B[b] - query_lens_B[b] .. context_lens_B[b] - 1` of its
+    sequence; a row with `query_lens_B[b] == 0` is padding. Entries of the page table that no token
+    reaches hold `num_pages`.
     """
 
     tokens_BT: jax.Array  # int32
@@ -54,8 +54,9 @@ class PrefillBatch:
 class SamplingState:
     """What the sampler knows of B rows: their parameters and what they have produced.
 
-    Unused entries of id tables hold -1. `allowed_BU` packs the vocabulary 32 ids to a word, lowest bit
-    first, and counts only where `has_allowed_B`.
+    Unused entries of id tables hold -1. `allowed_BU` packs the vocabulary 32 ids to a word, lowest
+    bit first, and counts only where `has_allowed_B`. Columns of the head from `num_ids_B` on are
+    padding and are never sampled.
     """
 
     temperature_B: jax.Array  # float32; 0 is greedy
@@ -67,6 +68,7 @@ class SamplingState:
     frequency_penalty_B: jax.Array  # float32
     bias_ids_BC: jax.Array  # int32
     bias_BC: jax.Array  # float32
+    num_ids_B: jax.Array  # int32 in 1..V, ids that the tokenizer has
     has_allowed_B: jax.Array  # bool
     allowed_BU: jax.Array  # uint32, U = ceil(V / 32)
     bad_words_BCR: jax.Array  # int32; right-aligned: the last id of each word stands last
@@ -82,8 +84,8 @@ class SamplingState:
 class DecodeState:
     """Everything that decoding B rows needs; stays on the device, donated from step to step.
 
-    A row is active while `remaining_B > 0`. `tokens_B` is the newest token, not yet in the cache, at
-    position `context_lens_B`.
+    A row is active while `remaining_B > 0`. `tokens_B` is the newest token, not yet in the cache,
+    at position `context_lens_B`.
     """
 
     tokens_B: jax.Array  # int32
@@ -97,7 +99,8 @@ class DecodeState:
 class StepOutput:
     """What a step sampled.
 
-    `tokens_BW` holds -1 where a row produced nothing. `logits_BV` (float32, raw) is None unless asked for.
+    `tokens_BW` holds -1 where a row produced nothing. `logits_BV` (float32, raw) is None unless
+    asked for.
     """
 
     tokens_BW: jax.Array  # int32

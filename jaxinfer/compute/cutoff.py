@@ -1,0 +1,231 @@
+"""Where top-k, top-p and min-p cut: each keeps a prefix of the tokens by (logit, lower id).
+
+No sort. The largest logits decide most rows; the others search their threshold bit by bit.
+Temperature does not change the order, so cuts are on logits and only the weights are tempered.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxinfer.compute.types import SamplingState
+
+NUM_CANDIDATES = 128
+
+# Below this temperature any gap between two float32 logits is certain: the draw is the argmax.
+GREEDY_BELOW = np.float32(1e-30)
+
+# A prefix reaches top_p when its mass is within this of it, so that rounding adds no token.
+TOP_P_SLACK = np.float32(1e-6)
+
+_MINUS_INF_KEY = np.int32(-(2**31) + 0x7FFFFF)
+
+
+class Cutoff(NamedTuple):
+    """The last token kept: greater logits, and equal ones of no higher id, are kept too."""
+
+    logit_B: jax.Array
+    id_B: jax.Array
+
+    def keeps(self, logits_BX: jax.Array, ids_BX: jax.Array) -> jax.Array:
+        """Which of tokens `ids_BX` with `logits_BX` are kept, bool [B, X]."""
+        logit_B1, id_B1 = self.logit_B[:, None], self.id_B[:, None]
+        return (logits_BX > logit_B1) | ((logits_BX == logit_B1) & (ids_BX <= id_B1))
+
+    def where(self, condition_B: jax.Array, other: Cutoff) -> Cutoff:
+        """This cutoff where `condition_B` holds, `other` elsewhere."""
+        return Cutoff(*(jnp.where(condition_B, a, b) for a, b in zip(self, other)))
+
+    def tighten(self, other: Cutoff) -> Cutoff:
+        """The cutoff that keeps what both keep."""
+        tie_B = self.logit_B == other.logit_B
+        id_B = jnp.where(tie_B, jnp.minimum(self.id_B, other.id_B), self.id_B)
+        return Cutoff(self.logit_B, id_B).where(self.logit_B >= other.logit_B, other)
+
+
+class Candidates(NamedTuple):
+    """Each row's largest logits, descending, ties by lower id; `enough_B`: no other is kept."""
+
+    logits_BX: jax.Array
+    ids_BX: jax.Array
+    enough_B: jax.Array
+
+
+def is_greedy(sampling: SamplingState) -> jax.Array:
+    """Which rows take the argmax, bool [B]."""
+    return sampling.temperature_B < GREEDY_BELOW
+
+
+def temper(logits_BX: jax.Array, top_B: jax.Array, sampling: SamplingState) -> jax.Array:
+    """(logit - largest) / temperature, [B, X]; greedy rows as if at temperature 1."""
+    temperature_B = jnp.where(is_greedy(sampling), np.float32(1), sampling.temperature_B)
+    return (logits_BX - top_B[:, None]) / temperature_B[:, None]
+
+
+def find_cutoff(
+    logits_BV: jax.Array, top_B: jax.Array, sampling: SamplingState
+) -> tuple[Cutoff, Candidates]:
+    """What the filters of each row keep; `top_B` are the largest logits. Greedy rows keep all."""
+    rows, vocab = logits_BV.shape
+    num_candidates = min(NUM_CANDIDATES, vocab)
+    filters_B = ~is_greedy(sampling) & (
+        (sampling.top_k_B < vocab) | (sampling.top_p_B < 1) | (sampling.min_p_B > 0)
+    )
+
+    def keep_all() -> tuple[Cutoff, Candidates]:
+        none = Candidates(
+            jnp.zeros((rows, num_candidates), jnp.float32),
+            jnp.zeros((rows, num_candidates), jnp.int32),
+            jnp.zeros(rows, bool),
+        )
+        return _open_cutoff(logits_BV), none
+
+    def cut() -> tuple[Cutoff, Candidates]:
+        cutoff, candidates = _cut_candidates(logits_BV, top_B, sampling)
+        enough_B = candidates.enough_B & filters_B
+        rest = _cut_rows(filters_B & ~enough_B, logits_BV, top_B, sampling)
+        return cutoff.where(enough_B, rest), candidates._replace(enough_B=enough_B)
+
+    return lax.cond(jnp.any(filters_B), cut, keep_all)
+
+
+def _open_cutoff(logits_BV: jax.Array) -> Cutoff:
+    rows, vocab = logits_BV.shape
+    return Cutoff(jnp.full(rows, -jnp.inf, jnp.float32), jnp.full(rows, vocab - 1, jnp.int32))
+
+
+def _cut_candidates(
+    logits_BV: jax.Array, top_B: jax.Array, sampling: SamplingState
+) -> tuple[Cutoff, Candidates]:
+    """The cutoff within the largest logits, and whether they were enough to know it."""
+    vocab = logits_BV.shape[1]
+    logits_BX, ids_BX = lax.top_k(logits_BV, min(NUM_CANDIDATES, vocab))
+    rank_X = jnp.arange(logits_BX.shape[1], dtype=jnp.int32)
+    in_top_k_BX = rank_X < sampling.top_k_B[:, None]
+    weight_BX = jnp.where(in_top_k_BX, jnp.exp(temper(logits_BX, top_B, sampling)), 0.0)
+
+    all_within_B = sampling.top_k_B <= logits_BX.shape[1]
+    is_nucleus_B, all_kept_B = sampling.top_p_B < 1, sampling.top_k_B == vocab
+    total_B = lax.cond(
+        jnp.any(is_nucleus_B & all_kept_B & ~all_within_B),
+        lambda: _sum_pairs(jnp.exp(temper(logits_BV, top_B, sampling))),
+        lambda: jnp.zeros_like(top_B),
+    )
+    total_B = jnp.where(all_within_B, _sum_pairs(weight_BX), total_B)
+
+    before_BX = jnp.cumsum(weight_BX, axis=-1) - weight_BX
+    target_B = (sampling.top_p_B - TOP_P_SLACK) * total_B
+    keep_BX = in_top_k_BX & (weight_BX >= sampling.min_p_B[:, None])
+    keep_BX &= (before_BX < target_B[:, None]) | ~is_nucleus_B[:, None] | (rank_X == 0)
+    last_B1 = jnp.sum(keep_BX, axis=-1, keepdims=True, dtype=jnp.int32) - 1
+
+    knows_total_B = all_within_B | all_kept_B | ~is_nucleus_B
+    enough_B = all_within_B | (~keep_BX[:, -1] & knows_total_B)
+    cutoff = Cutoff(
+        jnp.take_along_axis(logits_BX, last_B1, axis=1)[:, 0],
+        jnp.take_along_axis(ids_BX, last_B1, axis=1)[:, 0],
+    )
+    return cutoff, Candidates(logits_BX, ids_BX, enough_B)
+
+
+def _cut_rows(
+    rows_B: jax.Array, logits_BV: jax.Array, top_B: jax.Array, sampling: SamplingState
+) -> Cutoff:
+    """The exact cutoff of the rows in `rows_B`; the others keep all.
+
+    One by one, so that a row's cost is its own and its sums round the same in any batch.
+    """
+
+    def cut_row(row: jax.Array, cutoff: Cutoff) -> Cutoff:
+        def one(array: jax.Array) -> jax.Array:
+            return lax.dynamic_slice_in_dim(array, row, 1)
+
+        def search() -> Cutoff:
+            found = _cut_exactly(one(logits_BV), one(top_B), jax.tree.map(one, sampling))
+            return Cutoff(*(all_B.at[row].set(new[0]) for all_B, new in zip(cutoff, found)))
+
+        return lax.cond(rows_B[row], search, lambda: cutoff)
+
+    return lax.fori_loop(0, logits_BV.shape[0], cut_row, _open_cutoff(logits_BV))
+
+
+def _cut_exactly(logits_BV: jax.Array, top_B: jax.Array, sampling: SamplingState) -> Cutoff:
+    """The cutoff of any filter, however many tokens it keeps."""
+    ids_V = jnp.arange(logits_BV.shape[1], dtype=jnp.int32)
+    weight_BV = jnp.exp(temper(logits_BV, top_B, sampling))
+    is_nucleus_B = sampling.top_p_B < 1
+
+    def cut_top_k() -> Cutoff:
+        return _reach(logits_BV, jnp.ones_like(weight_BV), sampling.top_k_B.astype(jnp.float32))
+
+    def cut_top_p() -> Cutoff:
+        within_BV = jnp.where(cutoff.keeps(logits_BV, ids_V), weight_BV, 0.0)
+        target_B = (sampling.top_p_B - TOP_P_SLACK) * jnp.sum(within_BV, axis=-1)
+        return _reach(logits_BV, within_BV, jnp.maximum(target_B, np.float32(1e-30)))
+
+    everything = _open_cutoff(logits_BV)
+    is_cut = jnp.any(sampling.top_k_B < logits_BV.shape[1])
+    cutoff = lax.cond(is_cut, cut_top_k, lambda: everything)
+    nucleus = lax.cond(jnp.any(is_nucleus_B), cut_top_p, lambda: everything)
+    cutoff = cutoff.tighten(nucleus.where(is_nucleus_B, everything))
+    likely_BV = weight_BV >= sampling.min_p_B[:, None]
+    least_B = jnp.min(jnp.where(likely_BV, logits_BV, jnp.inf), axis=-1)
+    return cutoff.tighten(everything._replace(logit_B=least_B))
+
+
+def _reach(logits_BV: jax.Array, weight_BV: jax.Array, target_B: jax.Array) -> Cutoff:
+    """The shortest prefix whose weights sum to `target_B`; equal logits have equal weight, or 0.
+
+    Bisection over the integers that order as the float32 logits do: 32 sums, no sort.
+    """
+    bits_BV = lax.bitcast_convert_type(logits_BV, jnp.int32)
+    key_BV = _flip_negative(bits_BV)
+
+    def mass(selected_BV: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.where(selected_BV, weight_BV, 0.0), axis=-1)
+
+    def set_bit(i: jax.Array, low_B: jax.Array) -> jax.Array:
+        probe_B = low_B + (jnp.int32(1) << (31 - i))  # the first wraps from the least int32 to 0
+        return jnp.where(mass(key_BV >= probe_B[:, None]) >= target_B, probe_B, low_B)
+
+    least_B = jnp.full(logits_BV.shape[0], -(2**31), jnp.int32)
+    low_B = jnp.maximum(lax.fori_loop(0, 32, set_bit, least_B), _MINUS_INF_KEY)
+
+    tie_BV = (key_BV == low_B[:, None]) & (weight_BV > 0)
+    weight_B = jnp.max(jnp.where(tie_BV, weight_BV, 0.0), axis=-1)
+    missing_B = target_B - mass(key_BV > low_B[:, None])
+    needed_B = jnp.ceil(missing_B / jnp.where(weight_B > 0, weight_B, 1.0)).astype(jnp.int32)
+    needed_B = jnp.maximum(needed_B, 1)
+    splits_B = needed_B < jnp.sum(tie_BV, axis=-1, dtype=jnp.int32)
+    last_B = jnp.full_like(low_B, logits_BV.shape[1] - 1)
+
+    def split_ties() -> jax.Array:
+        rank_BV = jnp.cumsum(tie_BV, axis=-1, dtype=jnp.int32)
+        id_B = jnp.argmax(rank_BV >= needed_B[:, None], axis=-1).astype(jnp.int32)
+        return jnp.where(splits_B, id_B, last_B)
+
+    id_B = lax.cond(jnp.any(splits_B), split_ties, lambda: last_B)
+    return Cutoff(lax.bitcast_convert_type(_flip_negative(low_B), jnp.float32), id_B)
+
+
+def _sum_pairs(values_BX: jax.Array) -> jax.Array:
+    """Sums [B] over X by halving: elementwise additions, so their order is that of no backend,
+    batch size or number of threads, and the rounding grows with log X alone.
+    """
+    width = 1 << (values_BX.shape[1] - 1).bit_length()
+    while width > 1:
+        width //= 2
+        low_BX, high_BX = values_BX[:, :width], values_BX[:, width:]
+        short = width - high_BX.shape[1]
+        values_BX = low_BX + (jnp.pad(high_BX, ((0, 0), (0, short))) if short else high_BX)
+    return values_BX[:, 0]
+
+
+def _flip_negative(bits: jax.Array) -> jax.Array:
+    """Int32 images that order as the floats with these bits do; its own inverse."""
+    return bits ^ ((bits >> 31) & np.int32(0x7FFFFFFF))

@@ -1,0 +1,125 @@
+"""One token per row: processed logits, temperature, filters, and one Gumbel-max draw.
+
+A row's token is a function of its logits, its own parameters, its key and its position: other rows
+decide only which code runs, never what it yields.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxinfer.compute import noise
+from jaxinfer.compute.cutoff import find_cutoff, is_greedy, temper
+from jaxinfer.compute.logits import LogitsHook, process_logits
+from jaxinfer.compute.types import SamplingState
+
+
+def sample(
+    logits_BV: jax.Array,
+    sampling: SamplingState,
+    positions_B: jax.Array,
+    *,
+    logits_hook: LogitsHook | None = None,
+) -> jax.Array:
+    """The next token of each row, int32 [B].
+
+    `positions_B` are the positions that these tokens take in their sequences: with the row's key
+    they name the noise. For `logits_hook` see `process_logits`.
+    """
+    logits_BV = process_logits(logits_BV, sampling, logits_hook=logits_hook)
+    best_B, top_B = _argmax(logits_BV, _all_ids(logits_BV), sampling)
+    greedy_B = is_greedy(sampling)
+
+    def draw() -> jax.Array:
+        drawn_B = _draw(logits_BV, top_B, sampling, jnp.asarray(positions_B))
+        return jnp.where(greedy_B, best_B, drawn_B)
+
+    return lax.cond(jnp.all(greedy_B), lambda: best_B, draw)
+
+
+def sampled_log_probs(
+    logits_BV: jax.Array, sampling: SamplingState, *, logits_hook: LogitsHook | None = None
+) -> jax.Array:
+    """Log-probabilities [B, V] of the distribution that `sample` draws from, float32.
+
+    -inf where a token cannot be drawn; a greedy row has 0 at its argmax and -inf elsewhere.
+    """
+    logits_BV = process_logits(logits_BV, sampling, logits_hook=logits_hook)
+    ids_1V = _all_ids(logits_BV)
+    best_B, top_B = _argmax(logits_BV, ids_1V, sampling)
+    cutoff, _ = find_cutoff(logits_BV, top_B, sampling)
+    kept_BV = jnp.where(
+        is_greedy(sampling)[:, None], ids_1V == best_B[:, None], cutoff.keeps(logits_BV, ids_1V)
+    )
+    return jax.nn.log_softmax(
+        jnp.where(kept_BV, temper(logits_BV, top_B, sampling), -jnp.inf), axis=-1
+    )
+
+
+def advance(sampling: SamplingState, tokens_B: jax.Array, active_B: jax.Array) -> SamplingState:
+    """The state after the active rows produced `tokens_B`; the others' tokens are not looked at.
+
+    The counts are scattered into: donated, they are updated in place.
+    """
+    counts_BV = jnp.asarray(sampling.counts_BV)
+    recent_BR = jnp.asarray(sampling.recent_BR)
+    rows_B = jnp.arange(counts_BV.shape[0], dtype=jnp.int32)
+    ids_B = jnp.where(active_B, tokens_B, 0)
+    count_B = counts_BV[rows_B, ids_B]
+    largest = jnp.iinfo(counts_BV.dtype).max
+    step_B = jnp.where(active_B & (count_B <= largest - 2), 2, 0).astype(counts_BV.dtype)
+    shifted_BR = jnp.concatenate([recent_BR[:, 1:], ids_B[:, None].astype(jnp.int32)], axis=1)
+    return dataclasses.replace(
+        sampling,
+        counts_BV=counts_BV.at[rows_B, ids_B].add(step_B),
+        recent_BR=jnp.where(active_B[:, None], shifted_BR, recent_BR),
+        num_output_B=sampling.num_output_B + active_B.astype(jnp.int32),
+    )
+
+
+def _all_ids(logits_BV: jax.Array) -> jax.Array:
+    return jnp.arange(logits_BV.shape[1], dtype=jnp.int32)[None]
+
+
+def _argmax(
+    values_BX: jax.Array, ids_BX: jax.Array, sampling: SamplingState
+) -> tuple[jax.Array, jax.Array]:
+    """The id of each row's largest value, the lowest of equals, and that value.
+
+    Two plain reductions, which XLA vectorises where it does not an argmax fused with its input. NaN
+    equals no maximum and gives the last id of the tokenizer.
+    """
+    top_B = jnp.max(values_BX, axis=-1)
+    last_B1 = jnp.asarray(sampling.num_ids_B)[:, None] - 1
+    equal_BX = values_BX == top_B[:, None]
+    return jnp.min(jnp.where(equal_BX, ids_BX, last_B1), axis=-1), top_B
+
+
+def _draw(
+    logits_BV: jax.Array, top_B: jax.Array, sampling: SamplingState, positions_B: jax.Array
+) -> jax.Array:
+    """A token of each row's kept set: among the candidates where they hold it, else over V."""
+    cutoff, candidates = find_cutoff(logits_BV, top_B, sampling)
+
+    def gumbel_argmax(logits_BX: jax.Array, ids_BX: jax.Array) -> jax.Array:
+        tempered_BX = temper(logits_BX, top_B, sampling)
+        kept_BX = jnp.where(cutoff.keeps(logits_BX, ids_BX), tempered_BX, -jnp.inf)
+        noisy_BX = kept_BX + noise.gumbel(sampling.key_B2, positions_B, ids_BX, noise.SAMPLE)
+        return _argmax(noisy_BX, ids_BX, sampling)[0]
+
+    nobody_B = jnp.zeros_like(positions_B, jnp.int32)
+    few_B = lax.cond(
+        jnp.any(candidates.enough_B),
+        lambda: gumbel_argmax(candidates.logits_BX, candidates.ids_BX),
+        lambda: nobody_B,
+    )
+    many_B = lax.cond(
+        jnp.any(~candidates.enough_B & ~is_greedy(sampling)),
+        lambda: gumbel_argmax(logits_BV, _all_ids(logits_BV)),
+        lambda: nobody_B,
+    )
+    return jnp.where(candidates.enough_B, few_B, many_B)
