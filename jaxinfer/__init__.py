@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     from jaxinfer import compute
     from jaxinfer.checkpoint.loading import load
     from jaxinfer.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
-    from jaxinfer.engine.engine import Engine, RequestOutput
+    from jaxinfer.engine.engine import Engine
     from jaxinfer.engine.llm import LLM
+    from jaxinfer.engine.outputs import RequestOutput
     from jaxinfer.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
@@ -41,7 +42,7 @@ _HOMES = {
     "EngineConfig": "jaxinfer.config",
     "ModelConfig": "jaxinfer.config",
     "ParallelConfig": "jaxinfer.config",
-    "RequestOutput": "jaxinfer.engine.engine",
+    "RequestOutput": "jaxinfer.engine.outputs",
     "SamplingParams": "jaxinfer.sampling_params",
     "load": "jaxinfer.checkpoint.loading",
 }

@@ -6,13 +6,14 @@ import contextlib
 import signal
 import sys
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from jaxinfer import RequestOutput
+    from jaxinfer.engine.llm import RequestStream
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ def catch_interrupt() -> Iterator[list[int]]:
         signal.signal(signal.SIGINT, before)
 
 
-def print_answer(stream: Generator[RequestOutput]) -> Answer:
+def print_answer(stream: RequestStream) -> Answer:
     """The answer of `stream`, written to stdout piece by piece; Ctrl-C cancels the request."""
     start = time.perf_counter()
     text, last = "", None

@@ -79,8 +79,8 @@ def run(args: argparse.Namespace) -> int:
     from jaxinfer import LLM  # noqa: PLC0415  (imports jax)
 
     with contextlib.ExitStack() as stack:
-        with progress_bars(sys.stderr) as progress:
-            llm = stack.enter_context(LLM(args.model, progress=progress, **keywords))
+        progress = stack.enter_context(progress_bars(sys.stderr))
+        llm = stack.enter_context(LLM(args.model, progress=progress, **keywords))
         if sys.stdin.isatty():
             with contextlib.suppress(ImportError):  # line editing, where Python has it
                 import readline  # noqa: F401, PLC0415

@@ -78,7 +78,9 @@ def join_biases(pairs: Sequence[tuple[int, float]]) -> dict[int, float]:
 
 ENGINE_OPTIONS = (
     Option("dtype", str, "type of weights and activations", choices=DTYPES),
-    Option("max_model_len", int, "most tokens, prompt and output, of one request"),
+    Option(
+        "max_model_len", int, "most tokens, prompt and output, of one request, if the model can"
+    ),
     Option("max_num_seqs", int, "most requests that decode together; 1 for a single prompt"),
     Option("page_size", int, "tokens in a page of the KV cache"),
     Option("num_pages", int, "pages in the KV cache (default: enough for every row)"),
@@ -165,13 +167,8 @@ def given(args: argparse.Namespace, options: Sequence[Option]) -> dict[str, Any]
 
 
 def engine_keywords(args: argparse.Namespace) -> dict[str, Any]:
-    """Keywords for `LLM`; values out of range raise UsageError, before anything is loaded."""
-    keywords = given(args, ENGINE_OPTIONS)
-    try:
-        EngineConfig(**keywords)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-    return keywords
+    """Keywords for `LLM`: what was typed. All is compiled ahead, so that no answer waits for it."""
+    return {"compile_ahead": True, **given(args, ENGINE_OPTIONS)}
 
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:

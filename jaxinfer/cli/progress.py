@@ -14,7 +14,7 @@ Report = Callable[[str, int, int], None]
 def progress_bars(stream: TextIO) -> Iterator[Report | None]:
     """A callback that draws a bar per piece of work on `stream`; None off a terminal.
 
-    The bars are wiped when the context ends.
+    A bar is wiped when its work is done, and all are at the end of the context.
     """
     if not stream.isatty():
         yield None
@@ -31,8 +31,9 @@ def progress_bars(stream: TextIO) -> Iterator[Report | None]:
             )
         bar.total = total
         bar.update(done - bar.n)
-        if done == total:
+        if done >= total:
             bar.refresh()
+            bars.pop(what).close()
 
     try:
         yield report

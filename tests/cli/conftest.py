@@ -90,6 +90,17 @@ class FakeLLM:
 
 
 @pytest.fixture
+def fakes() -> dict[str, type]:
+    """Public name -> the class that stands in for it, and for what hangs on it."""
+    return {
+        "RequestOutput": FakeOutput,
+        "CompletionOutput": FakeCompletion,
+        "RequestMetrics": FakeMetrics,
+        "LLM": FakeLLM,
+    }
+
+
+@pytest.fixture
 def llms(monkeypatch) -> list[FakeLLM]:
     """The fake models that the commands have opened so far."""
     opened = []

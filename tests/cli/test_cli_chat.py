@@ -40,7 +40,7 @@ def test_history_grows_and_the_end_of_input_leaves(chat):
     assert asked(llm) == [says("hello there"), says("hello there", "hello there", "and again")]
     assert err.count("tokens/s") == 2
     assert llm.closed
-    assert llm.calls[0] == ("LLM", "m", {"max_num_seqs": 1})
+    assert llm.calls[0] == ("LLM", "m", {"compile_ahead": True, "max_num_seqs": 1})
 
 
 def test_reset_forgets_what_was_said_but_not_the_system_message(chat):

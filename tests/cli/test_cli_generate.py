@@ -20,7 +20,7 @@ def test_one_prompt_prints_its_answer_and_the_speed(llms, capsys):
     assert captured.err.startswith("TTFT 250.0 ms  TPOT 10.0 ms  ")
     assert captured.err.endswith(" tokens/s\n")
     model, call = llms[0].calls
-    assert model == ("LLM", "m", {"max_num_seqs": 1})
+    assert model == ("LLM", "m", {"compile_ahead": True, "max_num_seqs": 1})
     assert call == ("generate", ["a b c"], SamplingParams(temperature=0.0, max_tokens=256))
     assert llms[0].closed
 
@@ -70,7 +70,7 @@ def test_file_has_a_prompt_per_line_and_json_an_object(llms, tmp_path, capsys):
         "metrics": {"ttft_s": 0.25, "tpot_s": 0.01},
     }
     assert second["text"] == "zweiter Satz: süß"
-    assert llms[0].calls[0] == ("LLM", "m", {"max_num_seqs": 4})
+    assert llms[0].calls[0] == ("LLM", "m", {"compile_ahead": True, "max_num_seqs": 4})
 
 
 def test_many_prompts_are_numbered(llms, tmp_path, capsys):
@@ -78,7 +78,7 @@ def test_many_prompts_are_numbered(llms, tmp_path, capsys):
     path.write_text("a b\nc", encoding="utf-8")
     assert generate("--file", str(path)) == 0
     assert capsys.readouterr().out == "[1] a b\na b\n\n[2] c\nc\n\n"
-    assert llms[0].calls[0] == ("LLM", "m", {})
+    assert llms[0].calls[0] == ("LLM", "m", {"compile_ahead": True})
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_a_request_that_failed_is_exit_code_1(llms, capsys):
         (("--system", "x", "hi"), "--system needs --chat"),
         (("--stream", "--json", "hi"), "--stream and --json"),
         (("--logit-bias", "1=2", "--logit-bias", "1=3", "hi"), "token id 1 twice"),
-        (("--max-model-len", "100", "hi"), "page_size=32 does not divide max_model_len=100"),
+        (("--temperature", "-1", "hi"), "SamplingParams.temperature=-1"),
     ],
 )
 def test_what_cannot_be_meant_is_a_usage_error(llms, capsys, argv, message):

@@ -41,11 +41,11 @@ def test_version(capsys):
 
 
 def test_values_out_of_range_are_usage_errors_before_anything_is_loaded(llms, capsys):
-    code = main(["generate", "--model", "m", "--page-size", "24", "hi"])
+    code = main(["generate", "--model", "m", "--top-p", "1.5", "hi"])
     assert code == 2
     assert llms == []
     error = capsys.readouterr().err
-    assert error.startswith("jaxinfer generate: error: EngineConfig.page_size=24 does not divide")
+    assert error.startswith("jaxinfer generate: error: SamplingParams.top_p=1.5 must be")
     assert "Traceback" not in error
 
 

@@ -2,9 +2,11 @@
 
 import argparse
 import dataclasses
+import inspect
 
 import pytest
 
+import jaxinfer
 from jaxinfer.cli.options import (
     ENGINE_OPTIONS,
     SAMPLING_OPTIONS,
@@ -16,6 +18,7 @@ from jaxinfer.cli.options import (
     sampling_params,
 )
 from jaxinfer.config import EngineConfig
+from jaxinfer.engine import outputs
 from jaxinfer.sampling_params import SamplingParams
 
 # Fields that a request is refused for so far, so no option offers them.
@@ -34,13 +37,31 @@ def test_every_sampling_field_has_an_option_or_is_reserved():
     assert {option.name for option in SAMPLING_OPTIONS} == fields - RESERVED
 
 
-def test_engine_options_are_fields_of_the_engine():
-    fields = {field.name for field in dataclasses.fields(EngineConfig)}
-    assert {option.name for option in ENGINE_OPTIONS} <= fields
+def test_engine_options_are_keywords_of_the_model_with_the_defaults_that_help_shows():
+    keywords = inspect.signature(jaxinfer.LLM).parameters
+    assert keywords.keys() >= engine_keywords(parse()).keys()
+    shown = {field.name: field.default for field in dataclasses.fields(EngineConfig)}
+    shown["max_model_len"] = None  # as much of what is shown as the model can
+    for option in ENGINE_OPTIONS:
+        assert keywords[option.name].default == shown[option.name]
+
+
+@pytest.mark.parametrize("name", ["RequestOutput", "CompletionOutput", "RequestMetrics"])
+def test_the_fakes_have_no_field_that_the_outputs_lack(fakes, name):
+    real = dataclasses.fields(getattr(outputs, name))
+    fake = dataclasses.fields(fakes[name])
+    assert {field.name for field in fake} <= {field.name for field in real}
+
+
+@pytest.mark.parametrize("name", ["generate", "chat", "stream", "stream_chat"])
+def test_the_fake_is_called_as_the_model_is(fakes, name):
+    real = list(inspect.signature(getattr(jaxinfer.LLM, name)).parameters)
+    fake = list(inspect.signature(getattr(fakes["LLM"], name)).parameters)
+    assert fake == real[: len(fake)]
 
 
 def test_nothing_typed_leaves_every_default():
-    assert engine_keywords(parse()) == {}
+    assert engine_keywords(parse()) == {"compile_ahead": True}
     assert sampling_params(parse()) == SamplingParams(max_tokens=7)
 
 
@@ -78,6 +99,7 @@ def test_every_engine_option_reaches_its_keyword():
         *("--page-size", "16", "--num-pages", "99", "--attention", "reference"),
     )
     assert engine_keywords(args) == {
+        "compile_ahead": True,
         "dtype": "float32",
         "max_model_len": 512,
         "max_num_seqs": 4,
