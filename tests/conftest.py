@@ -1,5 +1,33 @@
-"""The suite runs on CPU whatever the machine has, unless a marker asks for more."""
+"""The suite runs on CPU whatever the machine has; programs that several tests share compile once."""
+
+from __future__ import annotations
 
 import os
+from pathlib import Path
+from types import SimpleNamespace
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import numpy as np
+import pytest
+
+DATA = Path(__file__).parent / "data"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled_programs(tmp_path_factory):
+    """JAX's persistent cache, for this run of the suite only."""
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("xla")))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+@pytest.fixture(scope="session")
+def tiny_llama():
+    """A random 2-layer Llama (4 heads, 2 kv heads, llama3 rope) and another library's float32 results."""
+    from jaxinfer import load
+
+    model, params = load(DATA / "tiny" / "llama", dtype="float32")
+    with np.load(DATA / "tiny" / "llama" / "refs.npz") as refs:
+        return SimpleNamespace(model=model, params=params, refs=dict(refs))

@@ -104,9 +104,9 @@ class Decoder:
 
     def _embed(self, params: Params, tokens_BT: Array) -> Array:
         with jax.named_scope("embed"):
-            # Without the barrier XLA moves the cast before the gather: a float32 copy of the whole table.
-            rows = lax.optimization_barrier(params["embed"]["weight"].at[tokens_BT].get(mode="clip"))
-            return rows.astype(jnp.float32)
+            # Without the barrier XLA takes a float32 copy of the whole table out of the decode loop.
+            table, tokens_BT = lax.optimization_barrier((params["embed"]["weight"], tokens_BT))
+            return table.at[tokens_BT].get(mode="clip").astype(jnp.float32)
 
     def unembed(self, params: Params, x_BD: Array) -> Array:
         """`logits_BV` float32 of final hidden states."""

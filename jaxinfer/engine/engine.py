@@ -19,7 +19,7 @@ from jaxinfer.engine.batching import decode_batch, prefill_batch, request_row
 from jaxinfer.engine.executor import Executor
 from jaxinfer.engine.programs import Progress
 from jaxinfer.sampling_params import SamplingParams
-from jaxinfer.sched import Request, Scheduler, StepPlan, stop_set
+from jaxinfer.sched import Request, Scheduler, StepPlan
 
 
 @dataclass(frozen=True)
@@ -102,19 +102,13 @@ class Engine:
         """
         name = str(next(self._ids)) if request_id is None else request_id
         prompt = self._checked_prompt(name, prompt_ids)
-        words = [word for word in params.bad_words or () if isinstance(word, str)]
-        require(
-            not words,
-            f"Request {name!r} has bad_words={words!r} as text; the engine takes token ids. "
-            "Tokenize them, or use LLM.",
-        )
         params.check(self.num_valid_ids, self.eos_ids)
         request = Request(
             id=name,
             prompt_ids=prompt,
             params=params,
             seed=fresh_seed() if params.seed is None else params.seed,
-            stop_ids=stop_set(params, self.eos_ids),
+            stop_ids=frozenset(params.stop_ids(self.eos_ids)),
         )
         self.scheduler.add(request, time.perf_counter())
         self._requests[name] = request

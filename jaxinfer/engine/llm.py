@@ -1,0 +1,288 @@
+"""`LLM`: text in, text out, over one engine. The offline interface: the caller's thread does the work."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from numbers import Integral
+from typing import Any
+
+from jaxinfer.checkpoint import load_params, open_checkpoint, resolve
+from jaxinfer.checkpoint.loading import Checkpoint
+from jaxinfer.compute.decoder import Decoder
+from jaxinfer.compute.steps import LogitsHook
+from jaxinfer.config import EngineConfig, ParallelConfig, require
+from jaxinfer.engine.engine import Engine, TokenOutput
+from jaxinfer.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from jaxinfer.engine.programs import keep_compiled_programs
+from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.sched import Request
+from jaxinfer.text import IncrementalDetokenizer, Tokenizer, encode_chat, load_tokenizer, tokenizer_from_gguf
+
+Prompt = str | Sequence[int]
+Messages = Sequence[Mapping[str, Any]]
+Report = Callable[[str, int, int], None]
+
+DEFAULT_MODEL_LEN = 2048
+
+
+class LLM:
+    """A loaded model that answers prompts.
+
+    Args:
+        model: an alias ("smollm2-135m"), a GGUF file, a Hugging Face folder, or a hub id.
+        dtype: of the weights: "bfloat16", "float32" or "float16". kv_dtype: of the cache; None: the same.
+        max_model_len: most tokens of a request, prompt and output; None: 2048, or what the model can.
+        max_num_seqs: requests that are computed at the same time.
+        page_size: cache slots per page. num_pages: pages in all; None: enough for every request.
+        prefill_chunk: most prompt tokens computed at once, and so the longest that others wait for it.
+        max_window: most decode steps between two looks of the host.
+        attention: a backend of `pallas_kernels.paged_attention` by name; None: the platform's.
+        logits_hook: pure `(logits_BV, sampling_state) -> logits_BV`, applied first at every step.
+        compile_ahead: compile every program now, rather than each when it is first needed. Compiled programs
+            are kept on disk, in JAX's persistent compilation cache.
+        progress: called with (what, done, total) while loading, compiling and generating.
+
+    Raises:
+        ValueError, FileNotFoundError: the model cannot be had, or an option is wrong.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        dtype: str = "bfloat16",
+        kv_dtype: str | None = None,
+        max_model_len: int | None = None,
+        max_num_seqs: int = 32,
+        page_size: int = 32,
+        num_pages: int | None = None,
+        prefill_chunk: int = 512,
+        max_window: int = 8,
+        parallel: ParallelConfig = ParallelConfig(),
+        attention: str | None = None,
+        logits_hook: LogitsHook | None = None,
+        compile_ahead: bool = False,
+        progress: Report | None = None,
+    ):
+        checkpoint = open_checkpoint(resolve(model))
+        if max_model_len is None:
+            longest = min(DEFAULT_MODEL_LEN, checkpoint.config.max_position)
+            max_model_len = max(longest // page_size * page_size, 1)
+        config = EngineConfig(
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            page_size=page_size,
+            num_pages=num_pages,
+            prefill_chunk=prefill_chunk,
+            max_window=max_window,
+            dtype=dtype,
+            kv_dtype=kv_dtype,
+            attention=attention,
+            parallel=parallel,
+        )
+        self.tokenizer = _tokenizer_of(checkpoint)
+        keep_compiled_programs()
+        self._progress = progress
+        self._engine = Engine(
+            Decoder(checkpoint.config, attention),
+            load_params(checkpoint, dtype=dtype, progress=self._reporter("loading")),
+            config,
+            eos_ids=sorted({*checkpoint.config.eos_ids, *self.tokenizer.eos_ids}),
+            num_valid_ids=min(self.tokenizer.vocab_size, checkpoint.config.vocab_size),
+            logits_hook=logits_hook,
+            compile_ahead=compile_ahead,
+            progress=self._reporter("compiling"),
+        )
+        self._answers: dict[str, _Answer] = {}
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Returns None; every request under way is cancelled. Device memory goes with the last reference."""
+        for request_id in list(self._answers):
+            self._cancel(request_id)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """The finished outputs of the prompts (texts or token-id lists), in their order.
+
+        One `params` serves all prompts, or there is one for each. Raises ValueError before anything is
+        computed if one of them cannot run; the message says which.
+        """
+        one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Integral))
+        texts = [prompts] if one else list(prompts)
+        return self._run([(self._encode(prompt), prompt) for prompt in texts], params)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **template: Any,
+    ) -> list[RequestOutput]:
+        """The answers to one conversation or several, through the model's chat template.
+
+        `template` goes on to it (`tools`, `documents`, `add_generation_prompt`, ...).
+        """
+        one = len(messages) > 0 and isinstance(messages[0], Mapping)
+        conversations = [messages] if one else list(messages)
+        ids = [encode_chat(self.tokenizer, m, **template) for m in conversations]
+        return self._run([(prompt, None) for prompt in ids], params)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> RequestStream:
+        """An iterator of outputs that grow, one each time that new tokens arrive; closing it cancels."""
+        return RequestStream(self, self._submit(self._encode(prompt), prompt, params))
+
+    def stream_chat(
+        self, messages: Messages, params: SamplingParams | None = None, **template: Any
+    ) -> RequestStream:
+        """`stream` for a conversation."""
+        ids = encode_chat(self.tokenizer, messages, **template)
+        return RequestStream(self, self._submit(ids, None, params))
+
+    def _run(self, prompts, params) -> list[RequestOutput]:
+        """The finished outputs of (ids, prompt) pairs; whatever ends this early cancels all of them."""
+        per_prompt = [params] * len(prompts) if isinstance(params, SamplingParams | None) else params
+        require(
+            len(per_prompt) == len(prompts),
+            f"{len(per_prompt)} SamplingParams were given for {len(prompts)} prompts. "
+            "Give one, or one for each.",
+        )
+        report = self._reporter("generating") or (lambda done, total: None)
+        answers: list[_Answer] = []
+        try:
+            for (ids, prompt), one in zip(prompts, per_prompt, strict=True):
+                try:
+                    answers.append(self._submit(ids, prompt, one))
+                except ValueError as error:
+                    raise ValueError(f"Prompt {len(answers)}: {error}") from error
+            while not all(answer.is_over for answer in answers):
+                self._step()
+                report(sum(answer.is_over for answer in answers), len(answers))
+            return [answer.snapshot() for answer in answers]
+        finally:
+            for answer in answers:
+                self._cancel(answer.request.id)
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        # Nothing at all to go on from means the beginning of a text, where the model knows one.
+        bos = self.tokenizer.bos_id
+        return [bos] if not ids and bos is not None else ids
+
+    def _submit(self, ids: Sequence[int], prompt: Prompt | None, params: SamplingParams | None) -> _Answer:
+        params = self._with_word_ids(params or SamplingParams())
+        request = self._engine.add_request(ids, params)
+        text = prompt if isinstance(prompt, str) else None
+        answer = _Answer(request, text, IncrementalDetokenizer(self.tokenizer))
+        self._answers[request.id] = answer
+        return answer
+
+    def _with_word_ids(self, params: SamplingParams) -> SamplingParams:
+        """`params` with each bad word that is text as ids, both at the start of a text and after a space."""
+        words: list[Sequence[int]] = []
+        for word in params.bad_words or ():
+            if not isinstance(word, str):
+                words.append(word)
+                continue
+            for text in dict.fromkeys((word, " " + word.lstrip())):
+                words.append(self.tokenizer.encode(text, add_special=False))
+        return dataclasses.replace(params, bad_words=words) if words else params
+
+    def _step(self) -> None:
+        """Advances every request; what is new waits in its answer."""
+        for output in self._engine.step():
+            self._answers[output.request.id].take(output)
+            if output.finish_reason is not None:
+                del self._answers[output.request.id]
+
+    def _cancel(self, request_id: str) -> None:
+        answer = self._answers.pop(request_id, None)
+        if answer is not None:
+            self._engine.cancel(request_id)
+
+    def _reporter(self, what: str) -> Callable[[int, int], None] | None:
+        report = self._progress
+        return None if report is None else lambda done, total: report(what, done, total)
+
+
+class RequestStream(Iterator[RequestOutput]):
+    """The outputs of one request as they grow. `close`, or leaving a `with` of `closing`, cancels it."""
+
+    def __init__(self, llm: LLM, answer: _Answer):
+        self._llm, self._answer = llm, answer
+
+    def __next__(self) -> RequestOutput:
+        answer = self._answer
+        while not answer.has_news:
+            if answer.is_over:
+                raise StopIteration
+            self._llm._step()
+        return answer.snapshot()
+
+    def close(self) -> None:
+        """Returns None; the request is over, its pages are free."""
+        self._llm._cancel(self._answer.request.id)
+        self._answer.has_news = False
+
+    def __del__(self):
+        self.close()
+
+
+class _Answer:
+    """The text of one request so far, and how much of it nobody has seen yet."""
+
+    def __init__(self, request: Request, prompt: str | None, detokenizer: IncrementalDetokenizer):
+        self.request = request
+        self.has_news = False
+        self._prompt = prompt
+        self._detokenizer = detokenizer
+        self._text = ""
+        self._num_seen = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no more comes."""
+        return self.request.finish_reason is not None
+
+    def take(self, output: TokenOutput) -> None:
+        """Adds the tokens of one step."""
+        shown = output.new_ids[:-1] if output.finish_reason == "stop" else output.new_ids
+        self._text += self._detokenizer.add(shown)
+        if output.finish_reason is not None:
+            self._text += self._detokenizer.finish()
+        self.has_news = True
+
+    def snapshot(self) -> RequestOutput:
+        """The output so far; its delta is what came since the last snapshot."""
+        request, delta = self.request, self._text[self._num_seen :]
+        self.has_news, self._num_seen = False, len(self._text)
+        completion = CompletionOutput(
+            token_ids=tuple(request.output_ids),
+            text=self._text,
+            text_delta=delta,
+            finish_reason=request.finish_reason,
+        )
+        return RequestOutput(
+            request_id=request.id,
+            prompt=self._prompt,
+            prompt_token_ids=request.prompt_ids,
+            seed=request.seed,
+            cached_tokens=0,
+            metrics=RequestMetrics.of(request),
+            outputs=(completion,),
+        )
+
+
+def _tokenizer_of(checkpoint: Checkpoint) -> Tokenizer:
+    """The tokenizer that came with the weights."""
+    if checkpoint.path.is_dir():
+        return load_tokenizer(checkpoint.path)
+    return tokenizer_from_gguf(checkpoint.reader.metadata)
