@@ -135,11 +135,6 @@ class SamplingParams:
                 f"SamplingParams.{name}={value!r} is not supported yet. Leave it at {default!r}.",
             )
 
-    @property
-    def is_greedy(self) -> bool:
-        """Whether the draws need no randomness."""
-        return self.temperature == 0
-
     def replace(self, **changes: Any) -> SamplingParams:
         """A copy with `changes`, validated."""
         return dataclasses.replace(self, **changes)

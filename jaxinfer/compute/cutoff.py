@@ -6,6 +6,7 @@ Temperature does not change the order, so cuts are on logits and only the weight
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -183,39 +184,52 @@ def _reach(logits_BV: jax.Array, weight_BV: jax.Array, target_B: jax.Array) -> C
 
     Bisection over the integers that order as the float32 logits do: 32 sums, no sort.
     """
-    bits_BV = lax.bitcast_convert_type(logits_BV, jnp.int32)
-    key_BV = _flip_negative(bits_BV)
+    vocab = logits_BV.shape[1]
+    key_BV = _flip_negative(lax.bitcast_convert_type(logits_BV, jnp.int32))
 
     def mass(selected_BV: jax.Array) -> jax.Array:
         return jnp.sum(jnp.where(selected_BV, weight_BV, 0.0), axis=-1)
 
-    def set_bit(i: jax.Array, low_B: jax.Array) -> jax.Array:
-        probe_B = low_B + (jnp.int32(1) << (31 - i))  # the first wraps from the least int32 to 0
-        return jnp.where(mass(key_BV >= probe_B[:, None]) >= target_B, probe_B, low_B)
+    def reaches(key_B: jax.Array) -> jax.Array:
+        return mass(key_BV >= key_B[:, None]) >= target_B
 
-    least_B = jnp.full(logits_BV.shape[0], -(2**31), jnp.int32)
-    low_B = jnp.maximum(lax.fori_loop(0, 32, set_bit, least_B), _MINUS_INF_KEY)
-
-    tie_BV = (key_BV == low_B[:, None]) & (weight_BV > 0)
+    key_B = jnp.maximum(_largest(reaches, target_B, 32), _MINUS_INF_KEY)
+    tie_BV = (key_BV == key_B[:, None]) & (weight_BV > 0)
     weight_B = jnp.max(jnp.where(tie_BV, weight_BV, 0.0), axis=-1)
-    missing_B = target_B - mass(key_BV > low_B[:, None])
+    missing_B = target_B - mass(key_BV > key_B[:, None])
     needed_B = jnp.ceil(missing_B / jnp.where(weight_B > 0, weight_B, 1.0)).astype(jnp.int32)
     needed_B = jnp.maximum(needed_B, 1)
-    splits_B = needed_B < jnp.sum(tie_BV, axis=-1, dtype=jnp.int32)
-    last_B = jnp.full_like(low_B, logits_BV.shape[1] - 1)
 
-    def split_ties() -> jax.Array:
-        rank_BV = jnp.cumsum(tie_BV, axis=-1, dtype=jnp.int32)
-        id_B = jnp.argmax(rank_BV >= needed_B[:, None], axis=-1).astype(jnp.int32)
-        return jnp.where(splits_B, id_B, last_B)
+    def is_early(id_B: jax.Array) -> jax.Array:
+        earlier_BV = tie_BV & (jnp.arange(vocab, dtype=jnp.int32) < id_B[:, None])
+        return jnp.sum(earlier_BV, axis=-1, dtype=jnp.int32) < needed_B
 
-    id_B = lax.cond(jnp.any(splits_B), split_ties, lambda: last_B)
-    return Cutoff(lax.bitcast_convert_type(_flip_negative(low_B), jnp.float32), id_B)
+    # Among equals the lower ids come first: the last kept has fewer than needed_B before it.
+    id_B = jnp.minimum(_largest(is_early, target_B, vocab.bit_length()), vocab - 1)
+    return Cutoff(lax.bitcast_convert_type(_flip_negative(key_B), jnp.float32), id_B)
+
+
+def _largest(
+    holds: Callable[[jax.Array], jax.Array], like_B: jax.Array, num_bits: int
+) -> jax.Array:
+    """The largest integers int32 [B] that satisfy `holds`, which is true up to some integer.
+
+    They are sought bit by bit: over all int32 with 32 bits, over 0 .. 2**num_bits - 1 with fewer.
+    """
+    least = -(2**31) if num_bits == 32 else 0
+
+    def set_bit(i: jax.Array, found_B: jax.Array) -> jax.Array:
+        probe_B = found_B + (jnp.int32(1) << (num_bits - 1 - i))  # -2**31 wraps to 0
+        return jnp.where(holds(probe_B), probe_B, found_B)
+
+    return lax.fori_loop(0, num_bits, set_bit, jnp.full(like_B.shape, least, jnp.int32))
 
 
 def _sum_pairs(values_BX: jax.Array) -> jax.Array:
-    """Sums [B] over X by halving: elementwise additions, so their order is that of no backend,
-    batch size or number of threads, and the rounding grows with log X alone.
+    """Sums [B] over X by halving.
+
+    These are elementwise additions, so their order is that of no backend, batch size or number of
+    threads, and their rounding grows with log X alone.
     """
     width = 1 << (values_BX.shape[1] - 1).bit_length()
     while width > 1:
