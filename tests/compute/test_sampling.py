@@ -135,6 +135,18 @@ def test_a_flat_row_is_cut_exactly_beyond_the_candidates(log_probs_of):
     np.testing.assert_allclose(log_probs[0, 0], -np.log(4500), rtol=1e-6)
 
 
+@pytest.mark.parametrize("fields", [{"top_p": 0.2}, {"min_p": 0.3}, {"top_p": 0.2, "min_p": 0.1}])
+def test_a_top_k_beyond_the_candidates_with_a_cut_among_them(log_probs_of, fields):
+    params = SamplingParams(top_k=4 * NUM_CANDIDATES, seed=0, **fields)
+    logits = np.random.default_rng(5).standard_normal((ROWS, LARGE)).astype(np.float32)
+    log_probs = log_probs_of(logits, state_of([params], LARGE))
+    for row in range(ROWS):
+        expected = oracle.distribution(logits[row], params, slack=float(TOP_P_SLACK))
+        assert 1 < np.count_nonzero(expected) < NUM_CANDIDATES
+        np.testing.assert_array_equal(log_probs[row] > -np.inf, expected > 0)
+        np.testing.assert_allclose(np.exp(log_probs[row]), expected, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     "probs, fields, expected",
     [
