@@ -1,11 +1,10 @@
 """Frozen configurations: what a model is, how its cache is cut, how the engine runs.
 
-Fields and validation only; nothing here imports jax. Dtypes are names ("float32", "bfloat16", "float16").
+Fields and validation only; nothing here imports jax. Dtypes are names, one of `DTYPES`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -13,7 +12,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def require(condition: bool, message: str) -> None:
-    """Raises ValueError with `message` unless `condition` holds (a NaN comparison does not hold)."""
+    """Raises ValueError with `message` unless `condition` holds; a NaN comparison does not."""
     if not condition:
         raise ValueError(message)
 
@@ -64,7 +63,8 @@ class RopeConfig:
                 count = len(getattr(self, name))
                 require(
                     count == self.dim // 2,
-                    f"RopeConfig.{name} has {count} values; longrope of dim={self.dim} needs {self.dim // 2}.",
+                    f"RopeConfig.{name} has {count} values; longrope of dim={self.dim} needs "
+                    f"{self.dim // 2}.",
                 )
 
 
@@ -74,7 +74,7 @@ class ModelConfig:
 
     Attributes:
         family: the row of `jaxinfer.models.FAMILIES` that reads its weights.
-        num_kv_heads: divides `num_heads`; query head n reads kv head n // (num_heads / num_kv_heads).
+        num_kv_heads: divides `num_heads`; query head n reads kv head n // group_size.
         max_position: the longest context the model was made for.
         bos_id: what begins a text, if anything; eos_ids: the ids that end one.
     """
@@ -112,7 +112,8 @@ class ModelConfig:
             require(value >= 1, f"ModelConfig.{name}={value} must be at least 1.")
         require(
             self.num_heads % self.num_kv_heads == 0,
-            f"ModelConfig.num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}.",
+            f"ModelConfig.num_heads={self.num_heads} is not a multiple of "
+            f"num_kv_heads={self.num_kv_heads}.",
         )
         require(
             self.rope.dim <= self.head_dim,
@@ -131,28 +132,25 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
-    """How the KV cache is cut into pages. `dtype` is that of the values; a backend may store their bits."""
+    """How the KV cache is cut into pages; `dtype` is that of the values it holds."""
 
     num_pages: int
     page_size: int = 32
     dtype: str = "bfloat16"
 
     def __post_init__(self):
-        require(
-            self.num_pages >= 1, f"CacheConfig.num_pages={self.num_pages} must be at least 1."
-        )
-        require(
-            self.page_size >= 1, f"CacheConfig.page_size={self.page_size} must be at least 1."
-        )
+        require(self.num_pages >= 1, f"CacheConfig.num_pages={self.num_pages} must be at least 1.")
+        require(self.page_size >= 1, f"CacheConfig.page_size={self.page_size} must be at least 1.")
         require(
             self.dtype in DTYPES,
-            f"CacheConfig.dtype={self.dtype!r} is not supported. Choose one of {', '.join(DTYPES)}.",
+            f"CacheConfig.dtype={self.dtype!r} is not supported. "
+            f"Choose one of {', '.join(DTYPES)}.",
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """Devices along each mesh axis: `data` splits rows and pages, `model` splits heads, ffn and vocabulary."""
+    """Devices along each mesh axis: `data` splits rows, `model` heads, ffn and vocabulary."""
 
     data: int = 1
     model: int = 1
@@ -160,8 +158,8 @@ class ParallelConfig:
     def __post_init__(self):
         require(
             self.data == 1 and self.model == 1,
-            f"ParallelConfig(data={self.data}, model={self.model}): only one device is supported so far. "
-            "Use data=1, model=1.",
+            f"ParallelConfig(data={self.data}, model={self.model}): only one device is supported "
+            "so far. Use data=1, model=1.",
         )
 
 
@@ -176,7 +174,8 @@ class EngineConfig:
         num_pages: pages of the pool; None: enough for every row at max_model_len.
         prefill_chunk: most prompt tokens that one prefill call computes.
         max_window: most decode steps in one dispatch.
-        attention: a backend of `pallas_kernels.paged_attention` by name; None lets the platform choose.
+        attention: a backend of `pallas_kernels.paged_attention` by name; None lets the platform
+            choose.
     """
 
     max_model_len: int = 2048
@@ -185,7 +184,6 @@ class EngineConfig:
     num_pages: int | None = None
     prefill_chunk: int = 512
     max_window: int = 8
-    max_logprobs: int = 20
     dtype: str = "bfloat16"
     kv_dtype: str | None = None
     attention: str | None = None
@@ -197,8 +195,9 @@ class EngineConfig:
             require(value >= 1, f"EngineConfig.{name}={value} must be at least 1.")
         require(
             self.max_model_len % self.page_size == 0,
-            f"EngineConfig.page_size={self.page_size} does not divide max_model_len={self.max_model_len}. "
-            "Choose 16 or 32, or a max_model_len that is a multiple of it.",
+            f"EngineConfig.page_size={self.page_size} does not divide "
+            f"max_model_len={self.max_model_len}. Choose 16 or 32, "
+            "or a max_model_len that is a multiple of it.",
         )
         require(
             self.num_pages is None or self.num_pages >= 1,
@@ -208,7 +207,8 @@ class EngineConfig:
             value = getattr(self, name)
             require(
                 value in DTYPES or (value is None and name == "kv_dtype"),
-                f"EngineConfig.{name}={value!r} is not supported. Choose one of {', '.join(DTYPES)}.",
+                f"EngineConfig.{name}={value!r} is not supported. "
+                f"Choose one of {', '.join(DTYPES)}.",
             )
 
     @property
@@ -224,7 +224,3 @@ class EngineConfig:
             page_size=self.page_size,
             dtype=self.kv_dtype or self.dtype,
         )
-
-    def replace(self, **changes) -> EngineConfig:
-        """A copy with `changes`."""
-        return dataclasses.replace(self, **changes)

@@ -1,1 +1,3 @@
-"""Kernels for transformer inference in JAX, useful without jaxinfer: each subpackage owns one operation."""
+"""Kernels for transformer inference in JAX, useful without jaxinfer: each subpackage owns one
+operation.
+"""

@@ -12,6 +12,8 @@ import jax
 import numpy as np
 import pytest
 
+from jaxinfer import load
+
 DATA = Path(__file__).parent / "data"
 
 
@@ -25,9 +27,9 @@ def compiled_programs(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tiny_llama():
-    """A random 2-layer Llama (4 heads, 2 kv heads, llama3 rope) and another library's float32 results."""
-    from jaxinfer import load
-
+    """A random 2-layer Llama (4 heads, 2 kv heads, llama3 rope) and another library's float32
+    results.
+    """
     model, params = load(DATA / "tiny" / "llama", dtype="float32")
     with np.load(DATA / "tiny" / "llama" / "refs.npz") as refs:
         return SimpleNamespace(model=model, params=params, refs=dict(refs))

@@ -3,6 +3,7 @@
 from jaxinfer.compute.cache import init_cache, page_spec
 from jaxinfer.compute.decoder import Decoder, stack_layers
 from jaxinfer.compute.generate import generate
+from jaxinfer.compute.prefill_batch import make_prefill_batch
 from jaxinfer.compute.sampling_state import make_sampling_state
 from jaxinfer.compute.steps import (
     decode_step,
@@ -29,6 +30,7 @@ __all__ = [
     "decode_window",
     "generate",
     "init_cache",
+    "make_prefill_batch",
     "make_sampling_state",
     "page_spec",
     "prefill_step",

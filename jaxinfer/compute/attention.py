@@ -15,8 +15,9 @@ from pallas_kernels.paged_attention import paged_attention
 class Attention(nn.Module):
     """`out(attend(rope(q), rope(k), v))`.
 
-    The projections of a kv head's group are neighbours in one weight `[K, G + 2, H, D]`: its G queries, its
-    key, its value. One product gives all three, and K is the axis that tensor parallelism splits.
+    The projections of a kv head's group are neighbours in one weight `[K, G + 2, H, D]`: its G
+    queries, its key, its value. One product gives all three, and K is the axis that tensor
+    parallelism splits.
     """
 
     config: ModelConfig

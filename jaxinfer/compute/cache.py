@@ -19,7 +19,8 @@ def page_spec(config: ModelConfig, cache: CacheConfig, platform: str | None = No
 def init_cache(config: ModelConfig, cache: CacheConfig, *, stacked: bool = False) -> KVCache:
     """An empty cache: one array of pages per layer, or one for all if `stacked` (layers scanned).
 
-    Takes `num_layers * num_pages * page bytes` of device memory, all of it now. Safe to call inside `jit`.
+    Takes `num_layers * num_pages * page bytes` of device memory, all of it now. Safe to call inside
+    `jit`.
     """
     spec = page_spec(config, cache)
     shape = spec.shape(cache.num_pages)

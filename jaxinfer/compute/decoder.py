@@ -1,4 +1,4 @@
-"""The decoder: embedding, a loop over layers, final norm and head, all as pure functions of params."""
+"""The decoder as pure functions of params: embedding, a loop over layers, final norm, head."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from jaxinfer.compute.rope import rope_phases
 from jaxinfer.compute.types import KVCache
 from jaxinfer.config import ModelConfig
 
-Params = dict[str, Any]
+Params = Any  # nested dicts of arrays; `layers` a tuple of them, or one of stacked arrays
 
 
 class DecoderLayer(nn.Module):
-    """One pre-norm transformer layer: attention, then the gated MLP, each added to the residual stream."""
+    """One pre-norm layer: attention, then the gated MLP, each added to the residual stream."""
 
     config: ModelConfig
     implementation: str | None = None
@@ -53,7 +53,7 @@ class Decoder:
     attention: str | None = None
 
     def init(self, key: Array, dtype: str = "float32") -> Params:
-        """Random parameters: `{"embed", "layers": (one dict a layer), "norm", "head" unless tied}`."""
+        """Random params: `{"embed", "layers": (one dict a layer), "norm", "head" unless tied}`."""
         c = self.config
         embed_key, head_key, *layer_keys = jax.random.split(key, c.num_layers + 2)
         shape = (c.vocab_size, c.hidden_size)
@@ -78,7 +78,9 @@ class Decoder:
         x_BTD = jnp.zeros((1, 1, c.hidden_size))
         # The reference runs on every platform, and only the shapes matter here.
         layer = DecoderLayer(c, "reference")
-        return layer.init(key, x_BTD, phases, pages, jnp.zeros((1, 1), jnp.int32), one, one)["params"]
+        return layer.init(key, x_BTD, phases, pages, jnp.zeros((1, 1), jnp.int32), one, one)[
+            "params"
+        ]
 
     def __call__(
         self,
@@ -89,7 +91,7 @@ class Decoder:
         context_lens_B: Array,
         query_lens_B: Array,
     ) -> tuple[KVCache, Array]:
-        """`(cache, x_BTD)`: the cache with the tokens' keys and values, and their final hidden states."""
+        """`(cache, x_BTD)`: the tokens' keys and values written, and their final hidden states."""
         c = self.config
         x_BTD = self._embed(params, tokens_BT)
         steps_T = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)
@@ -99,12 +101,12 @@ class Decoder:
         layer = DecoderLayer(c, self.attention)
         loop = _unrolled if isinstance(params["layers"], (tuple, list)) else _scanned
         x_BTD, pages = loop(layer, params["layers"], x_BTD, cache.pages, phases, where)
-        x_BTD = RMSNorm(c.hidden_size, c.norm_eps).apply({"params": params["norm"]}, x_BTD)
-        return KVCache(pages), x_BTD
+        norm = RMSNorm(c.hidden_size, c.norm_eps)
+        return KVCache(pages), jnp.asarray(norm.apply({"params": params["norm"]}, x_BTD))
 
     def _embed(self, params: Params, tokens_BT: Array) -> Array:
         with jax.named_scope("embed"):
-            # Without the barrier XLA takes a float32 copy of the whole table out of the decode loop.
+            # Without the barrier XLA hoists a float32 copy of the table out of the decode loop.
             table, tokens_BT = lax.optimization_barrier((params["embed"]["weight"], tokens_BT))
             return table.at[tokens_BT].get(mode="clip").astype(jnp.float32)
 
@@ -117,17 +119,21 @@ class Decoder:
 
 def _unrolled(layer, params, x_BTD, pages, phases, where):
     """The layers one after another, each with its own array of pages: GPU and CPU."""
+
+    # Jitted, it is traced and lowered once for all layers; the compiler inlines it.
+    @jax.jit
+    def apply(params, x_BTD, pages):
+        return layer.apply({"params": params}, x_BTD, phases, pages, *where)
+
     new_pages = []
-    for layer_params, layer_pages in zip(params, pages, strict=True):
-        x_BTD, layer_pages = layer.apply(
-            {"params": layer_params}, x_BTD, phases, layer_pages, *where
-        )
+    for layer_params, old_pages in zip(params, pages, strict=True):
+        x_BTD, layer_pages = apply(layer_params, x_BTD, old_pages)
         new_pages.append(layer_pages)
     return x_BTD, tuple(new_pages)
 
 
 def _scanned(layer, params, x_BTD, pages, phases, where):
-    """A scan over stacked layers, the stacked cache in the carry (as xs it would be copied): TPU."""
+    """A scan over stacked layers, the cache in the carry (as xs it would be copied): TPU."""
 
     def body(carry, inputs):
         x_BTD, pages = carry

@@ -1,4 +1,4 @@
-"""A whole generation in one pure function, without an engine: an example for users, the oracle of the tests."""
+"""A whole generation in one pure function, without an engine: an example and a test oracle."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from jax import Array, lax
 
 from jaxinfer.compute.cache import init_cache
 from jaxinfer.compute.decoder import Decoder, Params
+from jaxinfer.compute.logits import LogitsHook
 from jaxinfer.compute.sampling import advance, sample
-from jaxinfer.compute.steps import LogitsHook, decode_window, is_stop, prefill_step, start_decode
+from jaxinfer.compute.steps import decode_window, is_stop, prefill_step, start_decode
 from jaxinfer.compute.types import PrefillBatch, SamplingState
 from jaxinfer.config import CacheConfig
 
@@ -26,11 +27,12 @@ def generate(
     kv_dtype: str | None = None,
     logits_hook: LogitsHook | None = None,
 ) -> Array:
-    """`tokens_BW` int32, W = max_tokens: what follows each prompt, up to its stop id; -1 after that.
+    """`tokens_BW` int32, W = max_tokens: what follows each prompt up to its stop id; then -1.
 
-    May be jitted whole with `model`, `max_tokens`, `use_cache` and the other keywords static. Prompts are
-    right-padded to T. With `use_cache=False` each step computes all tokens anew, which is what a KV cache
-    saves: work per token grows with the length instead of staying constant. Both give the same tokens.
+    May be jitted whole with `model`, `max_tokens`, `use_cache` and the other keywords static.
+    Prompts are right-padded to T. With `use_cache=False` each step computes all tokens anew, which
+    is what a KV cache saves: work per token grows with the length instead of staying constant. Both
+    give the same tokens.
 
     Args:
         kv_dtype: dtype of the cached keys and values; None: that of the embedding.
@@ -65,7 +67,7 @@ def generate(
 
 def _recompute(model, params, cache, batch, sampling, max_tokens, logits_hook) -> Array:
     """Generation that runs the whole sequence through the model for every token."""
-    B, T = batch.tokens_BT.shape
+    B = batch.tokens_BT.shape[0]
     rows = jnp.arange(B)
 
     def body(step, carry):
@@ -77,7 +79,14 @@ def _recompute(model, params, cache, batch, sampling, max_tokens, logits_hook) -
         tokens_BT = tokens_BT.at[rows, lens_B].set(tokens_B)
         sampling_next = advance(sampling, tokens_B, alive_B)
         lens_B = lens_B + alive_B
-        return cache, tokens_BT, lens_B, alive_B & ~is_stop(tokens_B, sampling), sampling_next, out_BW
+        return (
+            cache,
+            tokens_BT,
+            lens_B,
+            alive_B & ~is_stop(tokens_B, sampling),
+            sampling_next,
+            out_BW,
+        )
 
     carry = (
         cache,
@@ -88,5 +97,3 @@ def _recompute(model, params, cache, batch, sampling, max_tokens, logits_hook) -
         jnp.full((B, max_tokens), -1, jnp.int32),
     )
     return lax.fori_loop(0, max_tokens, body, carry)[-1]
-
-

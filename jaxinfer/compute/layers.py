@@ -1,6 +1,7 @@
-"""The modules that every decoder is made of. Weights are `[out..., in...]` and reached through one accessor.
+"""The modules that decoders are made of. Weights are `[out..., in...]`, had by one accessor.
 
-Products take their operands in the weights' dtype and give float32; norms and the residual stream are float32.
+Products take their operands in the weights' dtype and give float32; norms and the residual stream
+are float32.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-# XLA:CPU has no fast product for fewer rows, and rounds those differently; on TPU and GPU a tile is larger.
+# XLA:CPU has no fast product for fewer rows, and rounds those differently; on TPU and GPU a tile is
+# larger.
 MIN_ROWS = 4
 
 ACTIVATIONS = {
@@ -22,8 +24,10 @@ ACTIVATIONS = {
 }
 
 
-def weight(module: nn.Module, name: str, shape: tuple[int, ...], init=nn.initializers.ones) -> Array:
-    """The parameter `name` of `module`, whatever form it is kept in; made by `init` when initialising."""
+def weight(
+    module: nn.Module, name: str, shape: tuple[int, ...], init=nn.initializers.ones
+) -> Array:
+    """The parameter `name` of `module`, whatever its form; made by `init` when initialising."""
     if module.is_initializing():
         return module.param(name, init, shape)
     return module.get_variable("params", name)
@@ -42,7 +46,7 @@ def matmul(x: Array, w: Array, *, contract: int = 1) -> Array:
 
 
 class Linear(nn.Module):
-    """A product with a weight of `shape`, its last `contract` axes summed over, and a bias if `use_bias`."""
+    """A product with a weight of `shape` over its last `contract` axes, plus a bias if asked."""
 
     shape: tuple[int, ...]
     contract: int = 1

@@ -1,4 +1,4 @@
-"""Rotary position embedding: the published frequency formulas and the rotation, phases in float32."""
+"""Rotary position embedding: the published frequencies, float32 phases, the rotation."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from jaxinfer.config import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, max_position: int) -> tuple[np.ndarray, float]:
-    """`(inv_freq [dim / 2] float32, factor)`: radians per position, and what sin and cos are multiplied with.
+    """`(inv_freq [dim / 2] float32, factor)`: radians per position; factor of sin and cos.
 
     Computed in float64 on the host and rounded once. Sources: RoFormer (arXiv 2104.09864), position
-    interpolation (2306.15595), YaRN (2309.00071), LongRoPE (2402.13753), and for "llama3" the Llama 3.1
-    release. LongRoPE's long factors apply where `max_position` exceeds the original one; they are chosen once
-    for a model, never by a request's length.
+    interpolation (2306.15595), YaRN (2309.00071), LongRoPE (2402.13753), and for "llama3" the Llama
+    3.1 release. LongRoPE's long factors apply where `max_position` exceeds the original one; they
+    are chosen once for a model, never by a request's length.
     """
     steps = np.arange(0, rope.dim, 2, dtype=np.float64) / rope.dim
     inv_freq = rope.theta**-steps
@@ -82,7 +82,7 @@ def rope_phases(rope: RopeConfig, max_position: int, positions_BT: Array) -> tup
 
 
 def apply_rope(x_BTKJH: Array, phases: tuple[Array, Array]) -> Array:
-    """The heads of `x` rotated: dimension i pairs with i + R; dimensions from 2R on are left alone."""
+    """The heads of `x` rotated: dimension i pairs with i + R; those from 2R on are left alone."""
     sin, cos = (phase[:, :, None, None, :] for phase in phases)
     R = sin.shape[-1]
     a, b, rest = jnp.split(x_BTKJH, (R, 2 * R), axis=-1)

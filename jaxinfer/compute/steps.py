@@ -1,18 +1,17 @@
-"""The two phases as pure functions: prefill a chunk of prompts, decode one token or a window of them.
+"""The two phases as pure functions: prefill chunks of prompts, decode tokens.
 
-All take and return pytrees, hold no state and may stand inside the caller's own `jit`, `scan` or `shard_map`.
-Jit them with the cache (and state) donated and `model` static.
+All take and return pytrees, hold no state and may stand inside the caller's own `jit`, `scan` or
+`shard_map`. Jit them with the cache (and state) donated and `model` static.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxinfer.compute.decoder import Decoder, Params
+from jaxinfer.compute.logits import LogitsHook
 from jaxinfer.compute.sampling import advance, sample
 from jaxinfer.compute.types import (
     DecodeState,
@@ -21,8 +20,6 @@ from jaxinfer.compute.types import (
     SamplingState,
     StepOutput,
 )
-
-LogitsHook = Callable[[Array, SamplingState], Array]
 
 
 def prefill_step(
@@ -37,7 +34,22 @@ def prefill_step(
 ) -> tuple[KVCache, StepOutput]:
     """`(cache, output)`: the chunk's K/V written, and the token that follows each row's last one.
 
-    For a row whose prompt goes on in a later chunk the token means nothing; rows of query length 0 give -1.
+    For a row whose prompt goes on in a later chunk the token means nothing; rows of query length 0
+    give -1.
+    """
+    cache, x_BD = prefill_hidden(model, params, cache, batch)
+    logits_BV = model.unembed(params, x_BD)
+    tokens_B = sample(logits_BV, sampling, batch.context_lens_B, logits_hook=logits_hook)
+    tokens_B = jnp.where(batch.query_lens_B > 0, tokens_B, -1)
+    return cache, StepOutput(tokens_B[:, None], logits_BV if return_logits else None)
+
+
+def prefill_hidden(
+    model: Decoder, params: Params, cache: KVCache, batch: PrefillBatch
+) -> tuple[KVCache, Array]:
+    """`(cache, x_BD)`: the chunk's K/V written; the hidden state of each row's last token.
+
+    The part of `prefill_step` that every chunk needs; only a prompt's last one needs the rest.
     """
     with jax.named_scope("prefill"):
         cache, x_BTD = model(
@@ -49,26 +61,26 @@ def prefill_step(
             batch.query_lens_B,
         )
         last_B = jnp.maximum(batch.query_lens_B - 1, 0)
-        x_BD = jnp.take_along_axis(x_BTD, last_B[:, None, None], axis=1)[:, 0]
-        logits_BV = model.unembed(params, x_BD)
-        tokens_B = sample(logits_BV, sampling, batch.context_lens_B, logits_hook=logits_hook)
-        tokens_B = jnp.where(batch.query_lens_B > 0, tokens_B, -1)
-    return cache, StepOutput(tokens_B[:, None], logits_BV if return_logits else None)
+        return cache, jnp.take_along_axis(x_BTD, last_B[:, None, None], axis=1)[:, 0]
 
 
 def start_decode(
-    batch: PrefillBatch, sampling: SamplingState, tokens_B: Array, max_tokens_B: Array
+    batch: PrefillBatch | DecodeState,
+    sampling: SamplingState,
+    tokens_B: Array,
+    max_tokens_B: Array,
 ) -> DecodeState:
     """The state of rows whose prompts are in the cache and whose first tokens are `tokens_B`.
 
-    A row whose first token is negative, is one of its stop ids, or was its last allowed starts inactive.
+    A row whose first token is negative, is one of its stop ids, or was its last allowed starts
+    inactive. `max_tokens_B` counts that first token.
     """
     produced_B = tokens_B >= 0
-    remaining_B = jnp.where(produced_B & ~is_stop(tokens_B, sampling), max_tokens_B - 1, 0)
+    going_on_B = produced_B & ~is_stop(tokens_B, sampling)
     return DecodeState(
         tokens_B=tokens_B,
         context_lens_B=batch.context_lens_B,
-        remaining_B=remaining_B.astype(jnp.int32),
+        remaining_B=jnp.where(going_on_B, max_tokens_B - 1, 0).astype(jnp.int32),
         page_table_BM=batch.page_table_BM,
         sampling=advance(sampling, tokens_B, produced_B),
     )
@@ -88,15 +100,13 @@ def decode_step(
     logits_hook: LogitsHook | None = None,
     return_logits: bool = False,
 ) -> tuple[KVCache, DecodeState, StepOutput]:
-    """`(cache, state, output)`: one more token of each active row; -1 for the others, which stay as they are."""
+    """`(cache, state, output)`: one more token of each active row; -1 for the others."""
     with jax.named_scope("decode"):
         active_B = state.remaining_B > 0
         step_B = active_B.astype(jnp.int32)
         context_lens_B = state.context_lens_B + step_B
         tokens_B1 = jnp.maximum(state.tokens_B, 0)[:, None]
-        cache, x_B1D = model(
-            params, cache, tokens_B1, state.page_table_BM, context_lens_B, step_B
-        )
+        cache, x_B1D = model(params, cache, tokens_B1, state.page_table_BM, context_lens_B, step_B)
         logits_BV = model.unembed(params, x_B1D[:, 0])
         sampled_B = sample(logits_BV, state.sampling, context_lens_B, logits_hook=logits_hook)
         going_on_B = active_B & ~is_stop(sampled_B, state.sampling)
@@ -121,10 +131,10 @@ def decode_window(
     max_steps: int = 8,
     logits_hook: LogitsHook | None = None,
 ) -> tuple[KVCache, DecodeState, StepOutput]:
-    """`(cache, state, output)` after `num_steps` decode steps in one program; `tokens_BW`, W = max_steps.
+    """`(cache, state, output)` after `num_steps` decode steps; `tokens_BW`, W = max_steps.
 
-    `num_steps` is traced, so one executable serves every length up to `max_steps`. Each row stops by itself
-    (stop id or budget); the loop ends early only when all have.
+    `num_steps` is traced, so one executable serves every length up to `max_steps`. Each row stops
+    by itself (stop id or budget); the loop ends early only when all have.
     """
 
     def going_on(carry):

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TypeVar, dataclass_transform
+from typing import Any, TypeVar, dataclass_transform
 
 import jax
 
 T = TypeVar("T")
+# On the device or traced; or numpy's, on its way there.
+Array = Any
 
 
 @dataclass_transform(frozen_default=True)
@@ -32,7 +34,7 @@ class KVCache:
     (layers scanned). The layout of a page belongs to `pallas_kernels.paged_attention`.
     """
 
-    pages: tuple[jax.Array, ...] | jax.Array
+    pages: tuple[Array, ...] | Array
 
 
 @pytree
@@ -44,10 +46,10 @@ class PrefillBatch:
     reaches hold `num_pages`.
     """
 
-    tokens_BT: jax.Array  # int32
-    query_lens_B: jax.Array  # int32
-    context_lens_B: jax.Array  # int32
-    page_table_BM: jax.Array  # int32
+    tokens_BT: Array  # int32
+    query_lens_B: Array  # int32
+    context_lens_B: Array  # int32
+    page_table_BM: Array  # int32
 
 
 @pytree
@@ -59,25 +61,25 @@ class SamplingState:
     padding and are never sampled.
     """
 
-    temperature_B: jax.Array  # float32; 0 is greedy
-    top_k_B: jax.Array  # int32 in 1..V; V is off
-    top_p_B: jax.Array  # float32
-    min_p_B: jax.Array  # float32
-    repetition_penalty_B: jax.Array  # float32
-    presence_penalty_B: jax.Array  # float32
-    frequency_penalty_B: jax.Array  # float32
-    bias_ids_BC: jax.Array  # int32
-    bias_BC: jax.Array  # float32
-    num_ids_B: jax.Array  # int32 in 1..V, ids that the tokenizer has
-    has_allowed_B: jax.Array  # bool
-    allowed_BU: jax.Array  # uint32, U = ceil(V / 32)
-    bad_words_BCR: jax.Array  # int32; right-aligned: the last id of each word stands last
-    stop_ids_BC: jax.Array  # int32
-    min_tokens_B: jax.Array  # int32
-    key_B2: jax.Array  # uint32, threefry key data of (seed, prompt, sample index)
-    num_output_B: jax.Array  # int32, tokens generated so far
-    recent_BR: jax.Array  # int32, the last R output ids, the newest last; -1 before the first
-    counts_BV: jax.Array  # int16: 2 * (times in the output, saturating) + (1 if in the prompt)
+    temperature_B: Array  # float32; 0 is greedy
+    top_k_B: Array  # int32 in 1..V; V is off
+    top_p_B: Array  # float32
+    min_p_B: Array  # float32
+    repetition_penalty_B: Array  # float32
+    presence_penalty_B: Array  # float32
+    frequency_penalty_B: Array  # float32
+    bias_ids_BC: Array  # int32
+    bias_BC: Array  # float32
+    num_ids_B: Array  # int32 in 1..V, ids that the tokenizer has
+    has_allowed_B: Array  # bool
+    allowed_BU: Array  # uint32, U = ceil(V / 32)
+    bad_words_BCR: Array  # int32; right-aligned: the last id of each word stands last
+    stop_ids_BC: Array  # int32
+    min_tokens_B: Array  # int32
+    key_B2: Array  # uint32, threefry key data of (seed, prompt, sample index)
+    num_output_B: Array  # int32, tokens generated so far
+    recent_BR: Array  # int32, the last R output ids, the newest last; -1 before the first
+    counts_BV: Array  # int16: 2 * (times in the output, saturating) + (1 if in the prompt)
 
 
 @pytree
@@ -88,10 +90,10 @@ class DecodeState:
     at position `context_lens_B`.
     """
 
-    tokens_B: jax.Array  # int32
-    context_lens_B: jax.Array  # int32, tokens in the cache
-    remaining_B: jax.Array  # int32, tokens still to generate
-    page_table_BM: jax.Array  # int32
+    tokens_B: Array  # int32
+    context_lens_B: Array  # int32, tokens in the cache
+    remaining_B: Array  # int32, tokens still to generate
+    page_table_BM: Array  # int32
     sampling: SamplingState
 
 
@@ -103,5 +105,5 @@ class StepOutput:
     asked for.
     """
 
-    tokens_BW: jax.Array  # int32
-    logits_BV: jax.Array | None = None
+    tokens_BW: Array  # int32
+    logits_BV: Array | None = None

@@ -9,14 +9,21 @@ import numpy as np
 from jaxinfer.compute.sampling_state import make_sampling_state
 from jaxinfer.compute.types import DecodeState
 from jaxinfer.config import EngineConfig
-from jaxinfer.engine.device import PrefillRows
+from jaxinfer.engine.device import Chunks, Starts
 from jaxinfer.sched import Chunk, Request
 
 
 def request_row(
-    request: Request, config: EngineConfig, *, vocab_size: int, num_valid_ids: int, eos_ids: Sequence[int]
+    request: Request,
+    config: EngineConfig,
+    *,
+    vocab_size: int,
+    num_valid_ids: int,
+    eos_ids: Sequence[int],
 ) -> DecodeState:
-    """The one-row decode state of an admitted request: inactive, its pages mapped, its sampling set."""
+    """The one-row decode state of an admitted request: inactive, its pages mapped, its sampling
+    set.
+    """
     table_1M = np.full((1, config.pages_per_seq), config.cache.num_pages, np.int32)
     table_1M[0, : len(request.pages)] = request.pages
     # A page id out of range would be clamped by the device and read another request's keys.
@@ -39,32 +46,43 @@ def request_row(
     )
 
 
-def prefill_batch(chunks: Sequence[Chunk], shape: tuple[int, int], num_rows: int) -> PrefillRows:
-    """The chunks padded to `shape` (rows, tokens); padding rows are out of range and of length 0."""
+def prefill_batch(chunks: Sequence[Chunk], shape: tuple[int, int], num_rows: int) -> Chunks:
+    """The chunks padded to `shape` (rows, tokens); padding rows are out of range, of length 0."""
     rows, tokens = shape
-    batch = PrefillRows(
+    batch = Chunks(
         tokens_BT=np.zeros((rows, tokens), np.int32),
         rows_B=np.full(rows, num_rows, np.int32),
         query_lens_B=np.zeros(rows, np.int32),
         context_lens_B=np.zeros(rows, np.int32),
-        is_last_B=np.zeros(rows, np.bool_),
-        max_tokens_B=np.zeros(rows, np.int32),
     )
     for b, chunk in enumerate(chunks):
-        request = chunk.request
-        batch.tokens_BT[b, : chunk.length] = request.known_ids(chunk.start, chunk.length)
-        batch.rows_B[b] = request.row
+        batch.tokens_BT[b, : chunk.length] = chunk.request.known_ids(chunk.start, chunk.length)
+        batch.rows_B[b] = chunk.request.row
         batch.query_lens_B[b] = chunk.length
         batch.context_lens_B[b] = chunk.start + chunk.length
-        batch.is_last_B[b] = chunk.is_last
-        batch.max_tokens_B[b] = request.max_total_len - request.num_known
+    return batch
+
+
+def start_batch(chunks: Sequence[Chunk], num_starts: int, num_rows: int) -> Starts:
+    """Those of the chunks that are the last of their prompts, at their places in the call."""
+    batch = Starts(
+        rows_B=np.full(num_starts, num_rows, np.int32),
+        context_lens_B=np.zeros(num_starts, np.int32),
+        max_tokens_B=np.zeros(num_starts, np.int32),
+    )
+    for b, chunk in enumerate(chunks):
+        if chunk.is_last:
+            batch.rows_B[b] = chunk.request.row
+            batch.context_lens_B[b] = chunk.start + chunk.length
+            batch.max_tokens_B[b] = chunk.request.max_total_len - chunk.request.num_known
     return batch
 
 
 def decode_sizes(max_num_seqs: int) -> tuple[int, ...]:
     """The numbers of rows that decode windows are compiled for: 4, 8, 16, ... up to `max_num_seqs`.
 
-    A step costs what its rows cost, so a lone request must not pay for all; below 4 nothing is saved.
+    A step costs what its rows cost, so a lone request must not pay for all; below 4 nothing is
+    saved.
     """
     sizes, size = [], 4
     while size < max_num_seqs:
@@ -74,6 +92,6 @@ def decode_sizes(max_num_seqs: int) -> tuple[int, ...]:
 
 
 def decode_batch(rows: Sequence[int], sizes: Sequence[int], num_rows: int) -> np.ndarray:
-    """The rows to decode, padded with an index out of range to the smallest size that holds them."""
+    """The rows to decode, padded out of range to the smallest size that holds them."""
     size = next(size for size in sizes if size >= len(rows))
     return np.array([*rows, *[num_rows] * (size - len(rows))], np.int32)

@@ -1,34 +1,42 @@
-"""The three programs that the engine compiles: write a row, prefill rows, decode rows.
+"""The programs that the engine compiles: write or stop a row; prefill, start and decode rows.
 
-Each request in flight owns a row of one resident `DecodeState`; a program works on the rows that it is given.
-Row indices out of range are padding.
+Each request in flight owns a row of one resident `DecodeState`; a program works on the rows that it
+is given. Row indices out of range are padding.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import lax
 
 from jaxinfer.compute.decoder import Decoder, Params
-from jaxinfer.compute.steps import LogitsHook, decode_window, prefill_step, start_decode
-from jaxinfer.compute.types import DecodeState, KVCache, PrefillBatch, pytree
+from jaxinfer.compute.logits import LogitsHook
+from jaxinfer.compute.sampling import sample
+from jaxinfer.compute.steps import decode_window, prefill_hidden, start_decode
+from jaxinfer.compute.types import Array, DecodeState, KVCache, PrefillBatch, pytree
 
 
 @pytree
-class PrefillRows:
-    """One prefill call: chunk b belongs to row `rows_B[b]`, which starts to decode if `is_last_B[b]`."""
+class Chunks:
+    """One prefill call: chunk b is the next `query_lens_B[b]` tokens of row `rows_B[b]`."""
 
-    tokens_BT: Any  # int32
-    rows_B: Any  # int32
-    query_lens_B: Any  # int32
-    context_lens_B: Any  # int32
-    is_last_B: Any  # bool
-    max_tokens_B: Any  # int32, tokens that the request may still produce
+    tokens_BT: Array  # int32
+    rows_B: Array  # int32
+    query_lens_B: Array  # int32
+    context_lens_B: Array  # int32
+
+
+@pytree
+class Starts:
+    """Which chunks of a call were the last of their rows' prompts, padded to a fixed B."""
+
+    rows_B: Array  # int32; out of range: not the last, or no chunk at all
+    context_lens_B: Array  # int32
+    max_tokens_B: Array  # int32, tokens that the row may produce
 
 
 def pack_row(row: DecodeState) -> np.ndarray:
@@ -73,7 +81,9 @@ def stop_row(state: DecodeState, row: Array) -> DecodeState:
 
 
 def _take_rows(state: DecodeState, rows_B: Array) -> DecodeState:
-    """The rows asked for. Padding repeats the first one, inactive: it must not make the sampler work."""
+    """The rows asked for. Padding repeats the first one, inactive: it must not make the sampler
+    work.
+    """
     num_rows = state.tokens_B.shape[0]
     is_row_B = rows_B < num_rows
     index_B = jnp.where(is_row_B, rows_B, rows_B[0])
@@ -82,32 +92,59 @@ def _take_rows(state: DecodeState, rows_B: Array) -> DecodeState:
 
 
 def _put_rows(state: DecodeState, rows_B: Array, rows: DecodeState) -> DecodeState:
-    return jax.tree.map(lambda leaf, new: leaf.at[rows_B].set(new, mode="drop"), state, rows)
+    """The state with what decoding changes written back; the parameters of a row never change."""
+
+    def put(old: Array, new: Array) -> Array:
+        return old.at[rows_B].set(new, mode="drop")
+
+    changed = ("num_output_B", "recent_BR", "counts_BV")
+    sampling = {f: put(getattr(state.sampling, f), getattr(rows.sampling, f)) for f in changed}
+    return DecodeState(
+        tokens_B=put(state.tokens_B, rows.tokens_B),
+        context_lens_B=put(state.context_lens_B, rows.context_lens_B),
+        remaining_B=put(state.remaining_B, rows.remaining_B),
+        page_table_BM=state.page_table_BM,
+        sampling=dataclasses.replace(state.sampling, **sampling),
+    )
 
 
 def prefill_rows(
     model: Decoder,
     params: Params,
     cache: KVCache,
+    page_table_RM: Array,
+    chunks: Chunks,
+    *,
+    num_starts: int,
+) -> tuple[KVCache, Array]:
+    """`(cache, x_BD)`: the chunks' K/V written, and the hidden state of each one's last token.
+
+    Padded to B = num_starts, so that one `start_rows` serves calls of any shape.
+    """
+    # A padding row writes and sees nothing, whatever pages it is given.
+    table_BM = page_table_RM.at[chunks.rows_B].get(mode="clip")
+    batch = PrefillBatch(chunks.tokens_BT, chunks.query_lens_B, chunks.context_lens_B, table_BM)
+    cache, x_BD = prefill_hidden(model, params, cache, batch)
+    return cache, jnp.pad(x_BD, ((0, num_starts - x_BD.shape[0]), (0, 0)))
+
+
+def start_rows(
+    model: Decoder,
+    params: Params,
     state: DecodeState,
-    chunk: PrefillRows,
+    x_BD: Array,
+    starts: Starts,
     *,
     logits_hook: LogitsHook | None = None,
-) -> tuple[KVCache, DecodeState, Array]:
-    """`(cache, state, tokens_B)`: the chunks computed; rows whose last one this was are ready to decode.
-
-    `tokens_B` holds their first tokens, -1 for the others.
-    """
-    rows = _take_rows(state, chunk.rows_B)
-    batch = PrefillBatch(
-        chunk.tokens_BT, chunk.query_lens_B, chunk.context_lens_B, rows.page_table_BM
-    )
-    cache, output = prefill_step(
-        model, params, cache, batch, rows.sampling, logits_hook=logits_hook
-    )
-    tokens_B = jnp.where(chunk.is_last_B, output.tokens_BW[:, 0], -1)
-    started = start_decode(batch, rows.sampling, tokens_B, chunk.max_tokens_B)
-    return cache, _put_rows(state, chunk.rows_B, started), tokens_B
+) -> tuple[DecodeState, Array]:
+    """`(state, tokens_B)`: the rows ready to decode, and their first tokens; -1 for padding."""
+    rows = _take_rows(state, starts.rows_B)
+    rows = dataclasses.replace(rows, context_lens_B=starts.context_lens_B)
+    logits_BV = model.unembed(params, x_BD)
+    tokens_B = sample(logits_BV, rows.sampling, rows.context_lens_B, logits_hook=logits_hook)
+    tokens_B = jnp.where(starts.rows_B < state.tokens_B.shape[0], tokens_B, -1)
+    rows = start_decode(rows, rows.sampling, tokens_B, starts.max_tokens_B)
+    return _put_rows(state, starts.rows_B, rows), tokens_B
 
 
 def decode_rows(

@@ -12,10 +12,10 @@ import numpy as np
 from jax import Array
 
 from jaxinfer.compute.decoder import Decoder, Params
+from jaxinfer.compute.logits import LogitsHook
 from jaxinfer.compute.sampling_state import fresh_seed
-from jaxinfer.compute.steps import LogitsHook
 from jaxinfer.config import EngineConfig, require
-from jaxinfer.engine.batching import decode_batch, prefill_batch, request_row
+from jaxinfer.engine.batching import decode_batch, prefill_batch, request_row, start_batch
 from jaxinfer.engine.executor import Executor
 from jaxinfer.engine.programs import Progress
 from jaxinfer.sampling_params import SamplingParams
@@ -33,24 +33,26 @@ class TokenOutput:
 
 @dataclass(frozen=True)
 class _Underway:
-    """Tokens `[B, ...]` that the device is computing, and the request of each row of them."""
+    """Tokens `[B]` or `[B, W]` that the device is computing, and the request of each row."""
 
     tokens: Array
-    requests: tuple[Request | None, ...]
+    requests: tuple[Request, ...]
 
 
 class Engine:
     """Serves token-id requests of any lengths and parameters, which join and leave as they like.
 
-    Call `add_request`, then `step` until `has_work` is false. Each step dispatches the next prefill chunks and
-    the next decode window before it reads the tokens of the last one. Not thread-safe.
+    Call `add_request`, then `step` until `has_work` is false. Each step dispatches the next prefill
+    chunks and the next decode window before it reads the tokens of the last one. Not thread-safe.
 
     Args:
-        model, params: the decoder and its weights, as `jaxinfer.load` returns them; params stay the caller's.
+        model, params: the decoder and its weights, as `jaxinfer.load` returns them; params stay the
+            caller's.
         config: sizes of batch, cache and chunks.
         eos_ids: ids that end an output; None: those of the model's config.
         num_valid_ids: ids that the tokenizer has; columns of the head beyond are never sampled.
-        logits_hook: pure `(logits_BV, sampling) -> logits_BV`, applied to the raw logits of every step.
+        logits_hook: pure `(logits_BV, sampling) -> logits_BV`, applied to the raw logits of every
+            step.
         compile_ahead: compile every program now, instead of each when it is first needed.
         progress: called with (programs compiled, of how many).
     """
@@ -79,10 +81,15 @@ class Engine:
         self.scheduler = Scheduler(config)
         empty = Request(id="", prompt_ids=(), params=SamplingParams(temperature=0.0), seed=0)
         self._executor = Executor(
-            model, params, config, self._row_of(empty), logits_hook=logits_hook
+            model,
+            params,
+            config,
+            self._row_of(empty),
+            prefill_shapes=self.scheduler.shapes,
+            logits_hook=logits_hook,
         )
         if compile_ahead:
-            self._executor.compile(self.scheduler.shapes, progress)
+            self._executor.compile(progress)
         self._requests: dict[str, Request] = {}
         self._underway: deque[_Underway] = deque()
         self._ids = itertools.count()
@@ -97,8 +104,9 @@ class Engine:
     ) -> Request:
         """The request, now waiting for its turn.
 
-        Raises ValueError at once, and nothing else changes, if it can never run: a token id that the model
-        does not have, an empty prompt, more tokens than `max_model_len` or than the whole cache.
+        Raises ValueError at once, and nothing else changes, if it can never run: a token id that
+        the model does not have, an empty prompt, more tokens than `max_model_len` or than the whole
+        cache.
         """
         name = str(next(self._ids)) if request_id is None else request_id
         prompt = self._checked_prompt(name, prompt_ids)
@@ -115,16 +123,19 @@ class Engine:
         return request
 
     def cancel(self, request_id: str) -> None:
-        """Returns None; the request, if it is not over, ends as "cancelled" and its pages are free."""
+        """Returns None; the request, if not over, ends as "cancelled"; its pages are free."""
         row = self.scheduler.cancel(request_id)
         self._requests.pop(request_id, None)
         if row is not None:
             self._executor.stop_row(row)
 
     def step(self) -> list[TokenOutput]:
-        """What the device has finished since the last step; empty while the first tokens are under way."""
+        """What the device has finished since the last step; empty while the first tokens are under
+        way.
+        """
         plan = self.scheduler.schedule(time.perf_counter())
         for request in plan.admitted:
+            assert request.row is not None
             self._executor.write_row(request.row, self._row_of(request))
         self._dispatch(plan)
         # What was just dispatched keeps the device busy while the host reads what came before.
@@ -136,30 +147,34 @@ class Engine:
         return outputs
 
     def check_integrity(self) -> None:
-        """Returns None if every page and row is held exactly once or free; AssertionError otherwise."""
+        """Returns None if every page and row is held exactly once or free; AssertionError
+        otherwise.
+        """
         self.scheduler.check_integrity()
 
     def _dispatch(self, plan: StepPlan) -> None:
+        executor = self._executor
         if plan.shape is not None:
-            batch = prefill_batch(plan.prefill, plan.shape, self._executor.num_rows)
-            tokens_B = self._executor.prefill(batch)
-            finals = tuple(c.request if c.is_last else None for c in plan.prefill)
-            if any(finals):
-                self._underway.append(_Underway(tokens_B[:, None], finals))
+            x_BD = executor.prefill(prefill_batch(plan.prefill, plan.shape, executor.num_rows))
+            if any(chunk.is_last for chunk in plan.prefill):
+                starts = start_batch(plan.prefill, executor.num_starts, executor.num_rows)
+                requests = tuple(chunk.request for chunk in plan.prefill)
+                self._underway.append(_Underway(executor.start(x_BD, starts), requests))
         if plan.num_steps:
             rows = [row for row, _ in plan.decode]
-            rows_B = decode_batch(rows, self._executor.decode_sizes, self._executor.num_rows)
-            tokens_BW = self._executor.decode(rows_B, plan.num_steps)
+            rows_B = decode_batch(rows, executor.decode_sizes, executor.num_rows)
+            tokens_BW = executor.decode(rows_B, plan.num_steps)
             self._underway.append(_Underway(tokens_BW, tuple(r for _, r in plan.decode)))
 
     def _read(self, underway: _Underway) -> list[TokenOutput]:
         """The outputs of one prefill or window, waited for."""
         tokens_BW = self._executor.fetch(underway.tokens)
+        tokens_BW = tokens_BW.reshape(len(tokens_BW), -1)
         now = time.perf_counter()
         outputs = []
         for request, tokens_W in zip(underway.requests, tokens_BW, strict=False):
             new_ids = tuple(int(token) for token in tokens_W if token >= 0)
-            if request is None or not new_ids or request.finish_reason is not None:
+            if not new_ids or request.finish_reason is not None:
                 continue
             reason = self.scheduler.update(request, new_ids, now)
             if reason is not None:

@@ -9,12 +9,12 @@ from jax import Array
 
 from jaxinfer.compute.cache import init_cache
 from jaxinfer.compute.decoder import Decoder, Params
-from jaxinfer.compute.steps import LogitsHook
+from jaxinfer.compute.logits import LogitsHook
 from jaxinfer.compute.types import DecodeState
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine import device
 from jaxinfer.engine.batching import decode_sizes
-from jaxinfer.engine.device import PrefillRows
+from jaxinfer.engine.device import Chunks, Starts
 from jaxinfer.engine.programs import Programs, Progress
 from jaxinfer.sched.buckets import Shape
 
@@ -22,7 +22,8 @@ from jaxinfer.sched.buckets import Shape
 class Executor:
     """Runs device programs in the order in which they are called, none of them waited for.
 
-    Cache and state are donated to every program and replaced by what it returns: there is one copy of each.
+    Cache and state are donated to every program and replaced by what it returns: there is one copy
+        of each.
     """
 
     def __init__(
@@ -32,11 +33,14 @@ class Executor:
         config: EngineConfig,
         empty_row: DecodeState,
         *,
+        prefill_shapes: tuple[Shape, ...],
         logits_hook: LogitsHook | None = None,
     ):
         self.num_rows = config.max_num_seqs
         self.decode_sizes = decode_sizes(config.max_num_seqs)
+        self.num_starts = max(rows for rows, _ in prefill_shapes)
         self.num_fetches = 0
+        self._prefill_shapes = prefill_shapes
         self._params = params
         self._cache = init_cache(model.config, config.cache)
         self._state = jax.tree.map(
@@ -48,15 +52,17 @@ class Executor:
             self._cache,
             self._state,
             num_words=len(device.pack_row(empty_row)),
+            num_starts=self.num_starts,
             max_window=config.max_window,
             logits_hook=logits_hook,
         )
 
-    def compile(self, prefill_shapes: tuple[Shape, ...], progress: Progress | None = None) -> None:
+    def compile(self, progress: Progress | None = None) -> None:
         """Returns None; every program that a request can need is compiled."""
-        keys = [("prefill", *shape) for shape in prefill_shapes]
+        keys = [("prefill", *shape) for shape in self._prefill_shapes]
         keys += [("decode", size) for size in self.decode_sizes]
-        self._programs.compile([*keys, ("write_row",), ("stop_row",)], progress)
+        keys += [("start",), ("write_row",), ("stop_row",)]
+        self._programs.compile(keys, progress)
 
     def write_row(self, row: int, state: DecodeState) -> None:
         """Returns None; `row` now holds the one-row numpy `state`."""
@@ -67,12 +73,17 @@ class Executor:
         """Returns None; `row` is inactive from the next program on."""
         self._state = self._programs["stop_row",](self._state, np.int32(row))
 
-    def prefill(self, batch: PrefillRows) -> Array:
-        """The first tokens `[B]` of rows whose last chunk this is, -1 for the others; not waited for."""
-        program = self._programs["prefill", *batch.tokens_BT.shape]
-        self._cache, self._state, tokens_B = program(
-            self._params, self._cache, self._state, batch
-        )
+    def prefill(self, chunks: Chunks) -> Array:
+        """The hidden state `[num_starts, D]` of each chunk's last token; not waited for."""
+        program = self._programs["prefill", *chunks.tokens_BT.shape]
+        table_RM = self._state.page_table_BM
+        self._cache, x_BD = program(self._params, self._cache, table_RM, chunks)
+        return x_BD
+
+    def start(self, x_BD: Array, starts: Starts) -> Array:
+        """The first tokens `[num_starts]` of rows that now decode, -1 for padding; no waiting."""
+        program = self._programs["start",]
+        self._state, tokens_B = program(self._params, self._state, x_BD, starts)
         return tokens_B
 
     def decode(self, rows_B: np.ndarray, num_steps: int) -> Array:

@@ -1,23 +1,31 @@
-"""`LLM`: text in, text out, over one engine. The offline interface: the caller's thread does the work."""
+"""`LLM`: text in, text out, over one engine. The offline interface: the caller's thread does the
+work.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Integral
-from typing import Any
+from typing import Any, cast
 
 from jaxinfer.checkpoint import load_params, open_checkpoint, resolve
 from jaxinfer.checkpoint.loading import Checkpoint
 from jaxinfer.compute.decoder import Decoder
-from jaxinfer.compute.steps import LogitsHook
+from jaxinfer.compute.logits import LogitsHook
 from jaxinfer.config import EngineConfig, ParallelConfig, require
 from jaxinfer.engine.engine import Engine, TokenOutput
 from jaxinfer.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from jaxinfer.engine.programs import keep_compiled_programs
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.sched import Request
-from jaxinfer.text import IncrementalDetokenizer, Tokenizer, encode_chat, load_tokenizer, tokenizer_from_gguf
+from jaxinfer.text import (
+    IncrementalDetokenizer,
+    Tokenizer,
+    encode_chat,
+    load_tokenizer,
+    tokenizer_from_gguf,
+)
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
@@ -31,16 +39,19 @@ class LLM:
 
     Args:
         model: an alias ("smollm2-135m"), a GGUF file, a Hugging Face folder, or a hub id.
-        dtype: of the weights: "bfloat16", "float32" or "float16". kv_dtype: of the cache; None: the same.
-        max_model_len: most tokens of a request, prompt and output; None: 2048, or what the model can.
+        dtype: of the weights: "bfloat16", "float32" or "float16". kv_dtype: of the cache; None: the
+            same.
+        max_model_len: most tokens of a request, prompt and output; None: 2048, or what the model
+            can.
         max_num_seqs: requests that are computed at the same time.
         page_size: cache slots per page. num_pages: pages in all; None: enough for every request.
-        prefill_chunk: most prompt tokens computed at once, and so the longest that others wait for it.
+        prefill_chunk: most prompt tokens computed at once, and so the longest that others wait for
+            it.
         max_window: most decode steps between two looks of the host.
         attention: a backend of `pallas_kernels.paged_attention` by name; None: the platform's.
         logits_hook: pure `(logits_BV, sampling_state) -> logits_BV`, applied first at every step.
-        compile_ahead: compile every program now, rather than each when it is first needed. Compiled programs
-            are kept on disk, in JAX's persistent compilation cache.
+        compile_ahead: compile every program now, rather than each when it is first needed. Compiled
+            programs are kept on disk, in JAX's persistent compilation cache.
         progress: called with (what, done, total) while loading, compiling and generating.
 
     Raises:
@@ -59,7 +70,7 @@ class LLM:
         num_pages: int | None = None,
         prefill_chunk: int = 512,
         max_window: int = 8,
-        parallel: ParallelConfig = ParallelConfig(),
+        parallel: ParallelConfig | None = None,
         attention: str | None = None,
         logits_hook: LogitsHook | None = None,
         compile_ahead: bool = False,
@@ -68,7 +79,7 @@ class LLM:
         checkpoint = open_checkpoint(resolve(model))
         if max_model_len is None:
             longest = min(DEFAULT_MODEL_LEN, checkpoint.config.max_position)
-            max_model_len = max(longest // page_size * page_size, 1)
+            max_model_len = longest - longest % max(page_size, 1)
         config = EngineConfig(
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
@@ -79,7 +90,7 @@ class LLM:
             dtype=dtype,
             kv_dtype=kv_dtype,
             attention=attention,
-            parallel=parallel,
+            parallel=parallel or ParallelConfig(),
         )
         self.tokenizer = _tokenizer_of(checkpoint)
         keep_compiled_programs()
@@ -103,7 +114,9 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Returns None; every request under way is cancelled. Device memory goes with the last reference."""
+        """Returns None; every request under way is cancelled. Device memory goes with the last
+        reference.
+        """
         for request_id in list(self._answers):
             self._cancel(request_id)
 
@@ -114,12 +127,12 @@ class LLM:
     ) -> list[RequestOutput]:
         """The finished outputs of the prompts (texts or token-id lists), in their order.
 
-        One `params` serves all prompts, or there is one for each. Raises ValueError before anything is
-        computed if one of them cannot run; the message says which.
+        One `params` serves all prompts, or there is one for each. Raises ValueError before anything
+        is computed if one of them cannot run; the message says which.
         """
         one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Integral))
-        texts = [prompts] if one else list(prompts)
-        return self._run([(self._encode(prompt), prompt) for prompt in texts], params)
+        many = cast(Sequence[Prompt], [prompts] if one else prompts)
+        return self._run([(self._encode(prompt), prompt) for prompt in many], params)
 
     def chat(
         self,
@@ -132,12 +145,12 @@ class LLM:
         `template` goes on to it (`tools`, `documents`, `add_generation_prompt`, ...).
         """
         one = len(messages) > 0 and isinstance(messages[0], Mapping)
-        conversations = [messages] if one else list(messages)
+        conversations = cast(Sequence[Messages], [messages] if one else messages)
         ids = [encode_chat(self.tokenizer, m, **template) for m in conversations]
         return self._run([(prompt, None) for prompt in ids], params)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> RequestStream:
-        """An iterator of outputs that grow, one each time that new tokens arrive; closing it cancels."""
+        """An iterator of outputs that grow as tokens arrive; closing it cancels the request."""
         return RequestStream(self, self._submit(self._encode(prompt), prompt, params))
 
     def stream_chat(
@@ -148,8 +161,12 @@ class LLM:
         return RequestStream(self, self._submit(ids, None, params))
 
     def _run(self, prompts, params) -> list[RequestOutput]:
-        """The finished outputs of (ids, prompt) pairs; whatever ends this early cancels all of them."""
-        per_prompt = [params] * len(prompts) if isinstance(params, SamplingParams | None) else params
+        """The finished outputs of (ids, prompt) pairs; whatever ends this early cancels all of
+        them.
+        """
+        per_prompt = (
+            [params] * len(prompts) if isinstance(params, SamplingParams | None) else params
+        )
         require(
             len(per_prompt) == len(prompts),
             f"{len(per_prompt)} SamplingParams were given for {len(prompts)} prompts. "
@@ -177,7 +194,9 @@ class LLM:
         bos = self.tokenizer.bos_id
         return [bos] if not ids and bos is not None else ids
 
-    def _submit(self, ids: Sequence[int], prompt: Prompt | None, params: SamplingParams | None) -> _Answer:
+    def _submit(
+        self, ids: Sequence[int], prompt: Prompt | None, params: SamplingParams | None
+    ) -> _Answer:
         params = self._with_word_ids(params or SamplingParams())
         request = self._engine.add_request(ids, params)
         text = prompt if isinstance(prompt, str) else None
@@ -186,7 +205,7 @@ class LLM:
         return answer
 
     def _with_word_ids(self, params: SamplingParams) -> SamplingParams:
-        """`params` with each bad word that is text as ids, both at the start of a text and after a space."""
+        """`params` with each bad word that is text as ids: as it is, and behind a space."""
         words: list[Sequence[int]] = []
         for word in params.bad_words or ():
             if not isinstance(word, str):
@@ -214,7 +233,9 @@ class LLM:
 
 
 class RequestStream(Iterator[RequestOutput]):
-    """The outputs of one request as they grow. `close`, or leaving a `with` of `closing`, cancels it."""
+    """The outputs of one request as they grow. `close`, or leaving a `with` of `closing`, cancels
+    it.
+    """
 
     def __init__(self, llm: LLM, answer: _Answer):
         self._llm, self._answer = llm, answer

@@ -1,4 +1,6 @@
-"""`Programs`: the compiled device programs, one per shape, compiled ahead in threads or at first use."""
+"""`Programs`: the compiled device programs, one per shape, compiled ahead in threads or at first
+use.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.compute.decoder import Decoder, Params
-from jaxinfer.compute.steps import LogitsHook
+from jaxinfer.compute.logits import LogitsHook
 from jaxinfer.compute.types import DecodeState, KVCache
 from jaxinfer.engine import device
-from jaxinfer.engine.device import PrefillRows
+from jaxinfer.engine.device import Chunks, Starts
 
 Progress = Callable[[int, int], None]
 Key = tuple[str, *tuple[int, ...]]
@@ -26,10 +28,10 @@ COMPILE_THREADS = 2
 def keep_compiled_programs() -> None:
     """Returns None; from now on JAX keeps compiled programs on disk, in the user's cache folder.
 
-    Leaves a `jax_compilation_cache_dir` that the user has set alone. JAX's own threshold of one second would
-    leave out what is short to compile but not short to compile at every start.
+    Leaves a `jax_compilation_cache_dir` that the user has set alone. JAX's own threshold of one
+    second would leave out what is short to compile but not short to compile at every start.
     """
-    if jax.config.jax_compilation_cache_dir is None:
+    if jax.config.read("jax_compilation_cache_dir") is None:
         root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         jax.config.update("jax_compilation_cache_dir", str(Path(root) / "jaxinfer" / "xla"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
@@ -37,9 +39,10 @@ def keep_compiled_programs() -> None:
 
 
 class Programs:
-    """Compiled programs by key: ("prefill", rows, tokens), ("decode", rows), ("write_row",), ("stop_row",).
+    """Compiled programs by key: a name of `jaxinfer.engine.device` and the shape that it works on.
 
-    All shapes that a program may meet are in its key, so a program once compiled is never compiled again.
+    ("prefill", rows, tokens), ("start",), ("decode", rows), ("write_row",), ("stop_row",). All
+    that varies in shape is in the key, so a program once compiled is never compiled again.
     """
 
     def __init__(
@@ -50,17 +53,21 @@ class Programs:
         state: DecodeState,
         *,
         num_words: int,
+        num_starts: int,
         max_window: int,
         logits_hook: LogitsHook | None,
     ):
         shaped = functools.partial(jax.tree.map, _shape_of)
         self._params, self._cache, self._state = shaped(params), shaped(cache), shaped(state)
         self._num_words = num_words
+        self._hidden = jax.ShapeDtypeStruct((num_starts, model.config.hidden_size), jnp.float32)
         hook = dict(logits_hook=logits_hook)
+        prefill = functools.partial(device.prefill_rows, model, num_starts=num_starts)
+        start = functools.partial(device.start_rows, model, **hook)
         decode = functools.partial(device.decode_rows, model, max_steps=max_window, **hook)
-        prefill = functools.partial(device.prefill_rows, model, **hook)
         self._functions = {
-            "prefill": jax.jit(prefill, donate_argnums=(1, 2)),
+            "prefill": jax.jit(prefill, donate_argnums=1),
+            "start": jax.jit(start, donate_argnums=1),
             "decode": jax.jit(decode, donate_argnums=(1, 2)),
             "write_row": jax.jit(device.write_row, donate_argnums=0),
             "stop_row": jax.jit(device.stop_row, donate_argnums=0),
@@ -89,16 +96,11 @@ class Programs:
         """The shapes that the program of `key` takes."""
         match key:
             case ("prefill", rows, tokens):
-                per_row = _int32(rows)
-                batch = PrefillRows(
-                    tokens_BT=_int32(rows, tokens),
-                    rows_B=per_row,
-                    query_lens_B=per_row,
-                    context_lens_B=per_row,
-                    is_last_B=jax.ShapeDtypeStruct((rows,), jnp.bool_),
-                    max_tokens_B=per_row,
-                )
-                return self._params, self._cache, self._state, batch
+                chunks = Chunks(_int32(rows, tokens), _int32(rows), _int32(rows), _int32(rows))
+                return self._params, self._cache, self._state.page_table_BM, chunks
+            case ("start",):
+                row = _int32(self._hidden.shape[0])
+                return self._params, self._state, self._hidden, Starts(row, row, row)
             case ("decode", rows):
                 return self._params, self._cache, self._state, _int32(rows), _int32()
             case ("write_row",):

@@ -1,4 +1,5 @@
-"""Paged attention: write the new keys and values into their pages, then attend over the pages of each row.
+"""Paged attention: write the new keys and values into their pages, then attend over the pages of
+each row.
 
 One file a backend; `reference` is the specification that every other is tested against.
 """
@@ -37,26 +38,29 @@ def paged_attention(
     layer: Array | None = None,
     implementation: str | None = None,
 ) -> tuple[Array, Array]:
-    """`(out_BTNH float32, pages)`: causal attention over a paged cache that first takes in the new tokens.
+    """`(out_BTNH float32, pages)`: causal attention over a paged cache that first takes in the new
+    tokens.
 
-    Query t of row b stands at position `context_lens[b] - query_lens[b] + t` and sees the keys at positions
-    up to its own, the last `window` of them if given. `context_lens` count the new tokens. Rows share nothing
-    but the pages that their tables share.
+    Query t of row b stands at position `context_lens[b] - query_lens[b] + t` and sees the keys at
+    positions up to its own, the last `window` of them if given. `context_lens` count the new
+    tokens. Rows share nothing but the pages that their tables share.
 
     Args:
-        q_BTNH: queries; query head n reads kv head n // (N / K). Those from `query_lens[b]` on are padding,
-            whose output is zero.
+        q_BTNH: queries; query head n reads kv head n // (N / K). Those from `query_lens[b]` on are
+            padding, whose output is zero.
         new_kv_BTKL: key in lanes 0:H, value in H:2H; None if the pages hold everything already.
-        pages: `[P, K, p, lanes]`, or `[L, P, K, p, lanes]` with `layer`. Donate it: it is updated in place.
+        pages: `[P, K, p, lanes]`, or `[L, P, K, p, lanes]` with `layer`. Donate it: it is updated
+            in place.
         page_table_BM: int32 page ids; `num_pages` where nothing is mapped, never a negative number.
         context_lens_B, query_lens_B: int32; a row of query length 0 is left alone.
         scale: of the scores; 1/sqrt(H) if None.
-        window: keys that a query sees, itself included; traced, so it may differ from layer to layer.
+        window: keys that a query sees, itself included; traced, so it may differ from layer to
+            layer.
         soft_cap: scores become `soft_cap * tanh(scores / soft_cap)`.
         sinks_N: per head, a logit that joins the softmax and takes its share to nowhere.
         layer: which of the stacked layers.
-        implementation: a name of `IMPLEMENTATIONS`, which then runs or raises; None lets the platform that
-            the program is lowered for choose.
+        implementation: a name of `IMPLEMENTATIONS`, which then runs or raises; None lets the
+            platform that the program is lowered for choose.
 
     Raises:
         ValueError: an unknown implementation, or shapes that do not fit each other.
@@ -94,7 +98,8 @@ def _check_shapes(q_BTNH, new_kv_BTKL, pages, page_table_BM, layer) -> None:
     K, lanes = pages.shape[-3], pages.shape[-1]
     if pages.ndim != (4 if layer is None else 5):
         raise ValueError(
-            f"pages has {pages.ndim} axes; [P, K, p, lanes] is wanted, or [L, P, K, p, lanes] with layer."
+            f"pages has {pages.ndim} axes; [P, K, p, lanes] is wanted, "
+            "or [L, P, K, p, lanes] with layer."
         )
     if N % K:
         raise ValueError(f"{N} query heads are not a multiple of the {K} kv heads of the pages.")

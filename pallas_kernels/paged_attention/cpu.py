@@ -1,9 +1,10 @@
-"""Paged attention for XLA:CPU: one tile of one row at a time, online softmax over groups of its own pages.
+"""Paged attention for XLA:CPU: one tile of one row at a time, online softmax over groups of its own
+pages.
 
-What makes it quick there: work follows each row's length, not the widest; dots are bfloat16 x bfloat16 ->
-float32 over at least `MIN_ROWS` rows, because fewer take a slow path that also rounds differently. A row's
-result never depends on the other rows, and groups of pages begin at fixed positions, so it does not depend on
-how a prompt was cut into chunks either.
+What makes it quick there: work follows each row's length, not the widest; dots are bfloat16 x
+bfloat16 -> float32 over at least `MIN_ROWS` rows, because fewer take a slow path that also rounds
+differently. A row's result never depends on the other rows, and groups of pages begin at fixed
+positions, so it does not depend on how a prompt was cut into chunks either.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pallas_kernels.paged_attention.layout import from_storage, read_pages
 MIN_ROWS = 4
 KEYS_PER_GROUP = 256
 QUERIES_PER_TILE = 128
-# Up to so many query rows it is cheaper to multiply with the whole [key | value] lanes than to slice them.
+# Up to so many query rows, multiplying all [key | value] lanes is cheaper than slicing them.
 MAX_UNSLICED_ROWS = 64
 MASKED = -1e30
 
@@ -35,7 +36,7 @@ def attend(
     sinks_N: Array | None,
     layer: Array | None,
 ) -> Array:
-    """Attention of the queries over the pages of their rows, `[B, T, N, H]` in float32; zero for padding."""
+    """Attention over the pages of each row, `[B, T, N, H]` in float32; zero for padding."""
     B, T, N, H = q_BTNH.shape
     K, page_size = pages.shape[-3], pages.shape[-2]
     G = N // K

@@ -1,8 +1,8 @@
 """How keys and values lie in pages, and how new ones are written.
 
-A page is `[K, p, lanes]`: per kv head, p slots with the key in lanes `0:H` and the value in `H:2H`. The
-cache of a layer is `[P, K, p, lanes]`, or `[L, P, K, p, lanes]` with a layer index. bfloat16 pages may be
-stored as their bits in uint16, which is what XLA:CPU updates in place.
+A page is `[K, p, lanes]`: per kv head, p slots with the key in lanes `0:H` and the value in `H:2H`.
+The cache of a layer is `[P, K, p, lanes]`, or `[L, P, K, p, lanes]` with a layer index. bfloat16
+pages may be stored as their bits in uint16, which is what XLA:CPU updates in place.
 """
 
 from __future__ import annotations
@@ -28,14 +28,12 @@ class PageSpec:
     def of(
         cls, num_kv_heads: int, page_size: int, head_dim: int, dtype: str, platform: str
     ) -> PageSpec:
-        """The page that `platform` ("cpu", "tpu", "gpu", ...) reads fastest for values of `dtype`."""
+        """The page that `platform` ("cpu", "gpu", "tpu") reads fastest for values of `dtype`."""
         lanes = 2 * head_dim
         if platform == "tpu":
             lanes = -(-lanes // 128) * 128
         bits = platform == "cpu" and dtype == "bfloat16"
-        return cls(
-            num_kv_heads, page_size, head_dim, lanes, jnp.dtype("uint16" if bits else dtype)
-        )
+        return cls(num_kv_heads, page_size, head_dim, lanes, jnp.dtype("uint16" if bits else dtype))
 
     def shape(self, num_pages: int) -> tuple[int, int, int, int]:
         """`[P, K, p, lanes]`."""
@@ -65,8 +63,8 @@ def write_kv(
 ) -> Array:
     """The pages with the new keys and values in their slots.
 
-    Query t of row b goes to position `context_lens[b] - query_lens[b] + t`. Queries from `query_lens[b]` on,
-    and those whose page-table entry is `num_pages`, change nothing.
+    Query t of row b goes to position `context_lens[b] - query_lens[b] + t`. Queries from
+    `query_lens[b]` on, and those whose page-table entry is `num_pages`, change nothing.
     """
     num_pages, page_size = pages.shape[-4], pages.shape[-2]
     lanes = pages.shape[-1]
@@ -84,7 +82,9 @@ def write_kv(
 
 
 def read_pages(pages: Array, page_ids: Array, *, layer: Array | None = None) -> Array:
-    """The pages of `page_ids` `[..., M]` as `[..., M, K, p, lanes]`; ids out of range give some page."""
+    """The pages of `page_ids` `[..., M]` as `[..., M, K, p, lanes]`; ids out of range give some
+    page.
+    """
     if layer is None:
         return pages.at[page_ids].get(mode="clip")
     return pages.at[layer, page_ids].get(mode="clip")

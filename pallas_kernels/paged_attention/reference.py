@@ -21,7 +21,7 @@ def attend(
     sinks_N: Array | None,
     layer: Array | None,
 ) -> Array:
-    """Attention of the queries over the pages of their rows, `[B, T, N, H]` in float32; zero for padding."""
+    """Attention over the pages of each row, `[B, T, N, H]` in float32; zero for padding."""
     B, T, N, H = q_BTNH.shape
     K, page_size = pages.shape[-3], pages.shape[-2]
     kv = from_storage(read_pages(pages, page_table_BM, layer=layer)).astype(jnp.float32)
@@ -47,12 +47,12 @@ def attend(
     seen = seen_BTS[:, None, None]
     scores = jnp.where(seen, scores, -jnp.inf)
     top = jnp.maximum(scores.max(-1, keepdims=True), jnp.finfo(jnp.float32).min)
-    if sinks_N is not None:
-        sinks = sinks_N.astype(jnp.float32).reshape(1, K, N // K, 1, 1)
+    sinks = None if sinks_N is None else sinks_N.astype(jnp.float32).reshape(1, K, N // K, 1, 1)
+    if sinks is not None:
         top = jnp.maximum(top, sinks)
     weights = jnp.where(seen, jnp.exp(scores - top), 0.0)
     total = weights.sum(-1, keepdims=True)
-    if sinks_N is not None:
+    if sinks is not None:
         total += jnp.exp(sinks - top)
     weights = weights / jnp.where(total == 0, 1.0, total)
     out = jnp.einsum("bkgts,bksh->btkgh", weights, v_BKSH)

@@ -1,4 +1,6 @@
-"""The decoder against another library's logits: whole, in chunks, token by token, in both layer loops."""
+"""The decoder against another library's logits: whole, in chunks, token by token, in both layer
+loops.
+"""
 
 import functools
 
@@ -23,7 +25,9 @@ def forward(model, params, cache, tokens_BT, context_lens_B, query_lens_B):
 
 
 def logits_in_chunks(model, params, ids, chunk, *, width=None, stacked=False):
-    """Logits of every position of `ids`, computed `chunk` tokens at a time in calls of `width` tokens."""
+    """Logits of every position of `ids`, computed `chunk` tokens at a time in calls of `width`
+    tokens.
+    """
     cache = init_cache(
         model.config, CacheConfig(num_pages=16, page_size=PAGE, dtype="float32"), stacked=stacked
     )
@@ -113,7 +117,9 @@ def make_config(**changes) -> ModelConfig:
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("bias", [True, False])
 def test_equals_a_plain_numpy_decoder(tied, bias):
-    """One layer written out in float64: norms, fused projections, grouped heads, gated MLP, biases, head."""
+    """One layer written out in float64: norms, fused projections, grouped heads, gated MLP, biases,
+    head.
+    """
     config = make_config(tie_embeddings=tied, attention_bias=bias, mlp_bias=bias)
     model = Decoder(config)
     rng = np.random.default_rng(0)

@@ -43,7 +43,8 @@ def test_linear_divides_every_frequency():
 def test_yarn_interpolates_only_slow_frequencies_and_scales_attention():
     rope = RopeConfig(kind="yarn", theta=1e4, dim=64, factor=16.0, original_max_position=4096)
     got = ratios(rope)
-    # The dimension whose wave turns r times in the original context: d ln(L / 2 pi r) / (2 ln theta).
+    # The dimension whose wave turns r times in the original context: d ln(L / 2 pi r) / (2 ln
+    # theta).
     low = math.floor(64 * math.log(4096 / (2 * math.pi * 32)) / (2 * math.log(1e4)))
     high = math.ceil(64 * math.log(4096 / (2 * math.pi)) / (2 * math.log(1e4)))
     np.testing.assert_allclose(got[: low + 1], 1.0, rtol=1e-6)
@@ -69,7 +70,9 @@ def test_longrope_takes_long_factors_beyond_the_original_context():
 
 @pytest.mark.parametrize("position", [100, 4095, 32769, 131072])
 def test_phases_are_float32_at_long_positions(position):
-    """Frequencies rounded to bfloat16 give a cosine error of 1.68 at 4095; float32 stays below 1e-2."""
+    """Frequencies rounded to bfloat16 give a cosine error of 1.68 at 4095; float32 stays below
+    1e-2.
+    """
     rope = RopeConfig(theta=1e4, dim=128)
     _, cos = rope_phases(rope, 131072, jnp.array([[position]]))
     want = np.cos(position * 1e4 ** (-np.arange(64) / 64))

@@ -97,7 +97,7 @@ PAIRS = [(case, option) for case in CASES for option in ("plain", "everything")]
 PAIRS += [("chunks", option) for option in OPTIONS if option not in ("plain", "everything")]
 
 
-@pytest.mark.parametrize("implementation", [*IMPLEMENTATIONS, None])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("case, option", PAIRS)
 def test_equals_dense(implementation, case, option):
     options = dict(OPTIONS[option])
@@ -168,7 +168,9 @@ def test_unmapped_entries_never_change_a_page():
     q, new_kv, pages, table, contexts, queries = arrays
     unmapped = jnp.full_like(table, pages.shape[0])
     _, after = paged_attention(q, new_kv, pages, unmapped, contexts, queries)
-    np.testing.assert_array_equal(np.asarray(after).view(np.uint32), np.asarray(pages).view(np.uint32))
+    np.testing.assert_array_equal(
+        np.asarray(after).view(np.uint32), np.asarray(pages).view(np.uint32)
+    )
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -192,27 +194,47 @@ def test_a_stacked_cache_gives_the_layer_asked_for(implementation):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("window", [4, 5])
 def test_window_is_exact_in_every_phase(implementation, window):
-    """Query i sees keys max(0, i - W + 1)..i: whole, in chunks and one by one, at every length 1..40."""
+    """Query i sees keys max(0, i - W + 1)..i: whole, in chunks and one by one, at every length
+    1..40.
+    """
     arrays, q, kv = make_case(contexts=(40,), queries=(40,), T=40, seed=3)
     _, new_kv, pages, table, *_ = arrays
     H = q.shape[-1]
     want = dense(
-        q[0], kv[0][..., :H], kv[0][..., H:], 0, scale=H**-0.5, window=window, soft_cap=None, sinks_N=None
+        q[0],
+        kv[0][..., :H],
+        kv[0][..., H:],
+        0,
+        scale=H**-0.5,
+        window=window,
+        soft_cap=None,
+        sinks_N=None,
     )
     attend = jax.jit(
         lambda q, kv, pages, c, n: paged_attention(
             q, kv, pages, table, c, n, window=jnp.int32(window), implementation=implementation
         )
     )
+
+    def cut(array, start, n, width):
+        return jnp.pad(array[:, start : start + n], ((0, 0), (0, width - n), (0, 0), (0, 0)))
+
     for chunk in (40, 7, 1):
         cache = pages
         for start in range(0, 40, chunk):
             n = min(chunk, 40 - start)
-            pad = lambda a: jnp.pad(a[:, start : start + n], ((0, 0), (0, chunk - n), (0, 0), (0, 0)))  # noqa: E731,B023
-            out, cache = attend(
-                pad(arrays[0]), pad(new_kv), cache, jnp.array([start + n]), jnp.array([n])
-            )
+            q, kv_part = (cut(array, start, n, chunk) for array in (arrays[0], new_kv))
+            out, cache = attend(q, kv_part, cache, jnp.array([start + n]), jnp.array([n]))
             np.testing.assert_allclose(out[0, :n], want[start : start + n], atol=2e-5)
+
+
+def test_the_platform_chooses_when_nothing_is_named():
+    arrays, *_ = make_case(**CASES["chunks"])
+    out, pages = jax.jit(paged_attention)(*arrays)
+    named = functools.partial(paged_attention, implementation="cpu")
+    want, want_pages = jax.jit(named)(*arrays)
+    np.testing.assert_array_equal(out, want)
+    np.testing.assert_array_equal(pages, want_pages)
 
 
 def test_wrong_use_is_refused_with_the_reason():
