@@ -108,7 +108,8 @@ class Engine:
         the model does not have, an empty prompt, more tokens than `max_model_len` or than the whole
         cache.
         """
-        name = str(next(self._ids)) if request_id is None else request_id
+        free_names = (name for name in map(str, self._ids) if name not in self._requests)
+        name = next(free_names) if request_id is None else request_id
         prompt = self._checked_prompt(name, prompt_ids)
         params.check(self.num_valid_ids, self.eos_ids)
         request = Request(
@@ -194,7 +195,7 @@ class Engine:
     def _checked_prompt(self, name: str, prompt_ids: Sequence[int]) -> tuple[int, ...]:
         ids = np.asarray(prompt_ids)
         require(
-            ids.size == 0 or (ids.ndim == 1 and np.issubdtype(ids.dtype, np.integer)),
+            ids.ndim == 1 and (ids.size == 0 or np.issubdtype(ids.dtype, np.integer)),
             f"Request {name!r} has a prompt that is not a list of integer token ids.",
         )
         bad = ids[(ids < 0) | (ids >= self.num_valid_ids)]

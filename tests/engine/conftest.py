@@ -1,0 +1,114 @@
+"""One set of compiled programs for all engine tests, and the pure generation to hold them to."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from jaxinfer import Engine
+from jaxinfer.compute import generate, make_sampling_state
+
+from .serving import CONFIG, EOS, V, result, run, script, widen
+
+
+@pytest.fixture(scope="session")
+def wide(tiny_llama):
+    """The tiny Llama with 1000 ids: `.model`, `.params`; `.flat_params` give logits of 0."""
+    return widen(tiny_llama.model, tiny_llama.params)
+
+
+@pytest.fixture(scope="session")
+def programs(wide):
+    """The programs of `CONFIG`, all compiled, and the progress that was reported meanwhile."""
+    seen = []
+    engine = Engine(
+        wide.model,
+        wide.params,
+        CONFIG,
+        logits_hook=script,
+        compile_ahead=True,
+        progress=lambda done, total: seen.append((done, total)),
+    )
+    return engine._executor._programs, seen
+
+
+@pytest.fixture(scope="session")
+def make_engine(wide, programs):
+    """A function that makes a new engine of `CONFIG` on the compiled programs."""
+
+    def make(*, params=None, **keywords):
+        engine = Engine(wide.model, params or wide.params, CONFIG, logits_hook=script, **keywords)
+        engine._executor._programs = programs[0]
+        return engine
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def shared_engine(make_engine):
+    return make_engine()
+
+
+@pytest.fixture
+def engine(shared_engine):
+    """An idle engine; each test must leave it idle, with every page and row free."""
+    yield shared_engine
+    assert not shared_engine.has_work
+    shared_engine.check_integrity()
+    pool = shared_engine.scheduler.pool
+    assert sorted(pool._free) == list(range(CONFIG.num_pages))
+    assert shared_engine.scheduler.is_idle
+
+
+@pytest.fixture(scope="session")
+def alone(make_engine):
+    """A function from (prompt, params) to what the request gives with no other in the engine."""
+    quiet = make_engine()
+
+    def ask(prompt, params):
+        (request,) = run(quiet, [(prompt, params)])
+        assert quiet.scheduler.pool.num_free == CONFIG.num_pages
+        return result(request)
+
+    return ask
+
+
+@pytest.fixture(scope="session")
+def oracle(wide):
+    """A function from (prompt, params) to what pure `generate` gives, at most 16 tokens of it."""
+    return functools.partial(
+        generated, jax.jit(generate, static_argnums=0, static_argnames=STATIC), wide
+    )
+
+
+@pytest.fixture(scope="session")
+def recomputed(wide):
+    """`oracle` without a KV cache: every token from the whole sequence."""
+    whole = jax.jit(generate, static_argnums=0, static_argnames=STATIC)
+    return functools.partial(generated, functools.partial(whole, use_cache=False), wide)
+
+
+STATIC = ("max_tokens", "use_cache", "page_size", "logits_hook")
+
+
+def generated(generate, wide, prompt, params, *, eos_ids=(EOS,)):
+    assert len(prompt) <= 48
+    assert params.max_tokens <= 16
+    tokens_1T = np.zeros((1, 48), np.int32)
+    tokens_1T[0, : len(prompt)] = prompt
+    state = make_sampling_state([params], [prompt], vocab_size=V, eos_ids=eos_ids)
+    tokens_1W = generate(
+        wide.model,
+        wide.params,
+        tokens_1T,
+        np.array([len(prompt)], np.int32),
+        state,
+        max_tokens=16,
+        page_size=CONFIG.page_size,
+        logits_hook=script,
+    )
+    ids = [int(token) for token in tokens_1W[0] if token >= 0][: params.max_tokens]
+    return ids, "stop" if ids[-1] in params.stop_ids(eos_ids) else "length"

@@ -1,0 +1,180 @@
+"""What the engine tests share: one small model, one configuration, and a device of plain Python."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxinfer import EngineConfig, SamplingParams
+from jaxinfer.compute import Decoder
+from jaxinfer.engine.batching import decode_sizes
+
+V, EOS = 1000, 2
+# 24 pages of 8 tokens for 8 rows of up to 256: requests wait for pages as well as for rows.
+CONFIG = EngineConfig(
+    max_model_len=256,
+    max_num_seqs=8,
+    page_size=8,
+    num_pages=24,
+    prefill_chunk=64,
+    max_window=4,
+    dtype="float32",
+)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
+# A greedy row that asks for this top_k produces SCRIPT[0], SCRIPT[1], ...; see `script`.
+SCRIPTED = GREEDY.replace(top_k=777)
+SCRIPT = tuple(range(10, 160, 3))
+
+
+def script(logits_BV, sampling):
+    """The hook of every engine here: writes the output of the rows that ask for top_k=777."""
+    ids_V = jnp.arange(logits_BV.shape[1])
+    next_B1 = (SCRIPT[0] + 3 * sampling.num_output_B)[:, None]
+    scripted_BV = jnp.where(ids_V == next_B1, 10.0, 0.0)
+    return jnp.where((sampling.top_k_B == 777)[:, None], scripted_BV, logits_BV)
+
+
+def widen(model, params):
+    """The decoder and its params with a vocabulary of V, the ids beyond the model's own random."""
+    rng = np.random.default_rng(5)
+
+    def more(table):
+        old = np.asarray(table["weight"])
+        new = rng.normal(0, old.std(), (V - len(old), old.shape[1])).astype(old.dtype)
+        return {"weight": jnp.asarray(np.concatenate([old, new]))}
+
+    wide = {**params, "embed": more(params["embed"]), "head": more(params["head"])}
+    model = Decoder(dataclasses.replace(model.config, vocab_size=V))
+    flat = {**wide, "head": {"weight": jnp.zeros_like(wide["head"]["weight"])}}
+    return SimpleNamespace(model=model, params=wide, flat_params=flat)
+
+
+def prompt_of(length, seed=0):
+    """A random prompt without special ids."""
+    return np.random.default_rng([length, seed]).integers(3, V, length).tolist()
+
+
+def drain(engine):
+    """What every request brought until none was left, by request id: (new ids, finish reason)s."""
+    brought = {}
+    while engine.has_work:
+        for output in engine.step():
+            brought.setdefault(output.request.id, []).append((output.new_ids, output.finish_reason))
+        engine.check_integrity()
+    return brought
+
+
+def run(engine, jobs):
+    """The finished requests of (prompt, params) pairs, all added at once."""
+    requests = [engine.add_request(prompt, params) for prompt, params in jobs]
+    drain(engine)
+    return requests
+
+
+def result(request):
+    """What a request gave: its ids and why they end."""
+    return request.output_ids, request.finish_reason
+
+
+def results(requests):
+    """What requests gave, in their order."""
+    return [result(request) for request in requests]
+
+
+class PlainDevice:
+    """Stands in for `Executor`: keeps tokens where keys would stand and hashes what it finds there.
+
+    A wrong token, position or page changes every token that follows, as on a real device.
+    """
+
+    def __init__(self, model, params, config, empty_row, *, prefill_shapes, logits_hook=None):
+        self.num_rows = config.max_num_seqs
+        self.decode_sizes = decode_sizes(config.max_num_seqs)
+        self.num_starts = max(rows for rows, _ in prefill_shapes)
+        self.num_fetches = 0
+        self._prefill_shapes = prefill_shapes
+        self._pages = np.full((config.cache.num_pages, config.page_size), -1)
+        self._rows = [None] * self.num_rows
+
+    def write_row(self, row, state):
+        self._rows[row] = SimpleNamespace(
+            table=state.page_table_BM[0].copy(),
+            stop_ids=set(state.sampling.stop_ids_BC[0].tolist()) - {-1},
+            length=0,
+            remaining=0,
+            newest=None,
+        )
+
+    def stop_row(self, row):
+        self._rows[row].remaining = 0
+
+    def prefill(self, chunks):
+        assert chunks.tokens_BT.shape in self._prefill_shapes
+        for b, (index, count) in enumerate(zip(chunks.rows_B, chunks.query_lens_B)):
+            if index == self.num_rows:
+                assert count == 0
+                continue
+            row = self._rows[index]
+            assert chunks.context_lens_B[b] == row.length + count
+            for token in chunks.tokens_BT[b, :count]:
+                self._store(row, token)
+        return chunks.rows_B
+
+    def start(self, prefilled_B, starts):
+        tokens_B = np.full(self.num_starts, -1)
+        for b, index in enumerate(starts.rows_B):
+            if index < self.num_rows:
+                row = self._rows[index]
+                assert index == prefilled_B[b]
+                assert starts.context_lens_B[b] == row.length
+                row.remaining = starts.max_tokens_B[b]
+                tokens_B[b] = self._produce(row)
+        return tokens_B
+
+    def decode(self, rows_B, num_steps):
+        assert len(rows_B) in self.decode_sizes
+        tokens_BW = np.full((len(rows_B), num_steps), -1)
+        for b, index in enumerate(rows_B):
+            for step in range(num_steps if index < self.num_rows else 0):
+                row = self._rows[index]
+                if row.remaining:
+                    self._store(row, row.newest)
+                    tokens_BW[b, step] = self._produce(row)
+        return tokens_BW
+
+    def fetch(self, array):
+        self.num_fetches += 1
+        return array
+
+    def _store(self, row, token):
+        page, slot = divmod(row.length, self._pages.shape[1])
+        self._pages[row.table[page], slot] = token
+        row.length += 1
+
+    def _produce(self, row):
+        size = self._pages.shape[1]
+        known = [self._pages[row.table[i // size], i % size] for i in range(row.length)]
+        row.newest = hashed(known)
+        row.remaining = 0 if row.newest in row.stop_ids else row.remaining - 1
+        return row.newest
+
+
+def hashed(ids):
+    """The token that `PlainDevice` puts after `ids`."""
+    value = 17
+    for token in ids:
+        value = (value * 31 + int(token)) % 99991
+    return value % V
+
+
+def hashed_output(prompt, params, max_model_len, eos_ids=(EOS,)):
+    """What a right engine gives on a `PlainDevice`."""
+    ids, stop_ids = list(prompt), params.stop_ids(eos_ids)
+    for _ in range(min(params.max_tokens, max_model_len - len(prompt))):
+        ids.append(hashed(ids))
+        if ids[-1] in stop_ids:
+            return ids[len(prompt) :], "stop"
+    return ids[len(prompt) :], "length"

@@ -1,0 +1,130 @@
+"""The engine's host half on a device of plain Python: every configuration, hundreds of requests."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from jaxinfer import Engine, EngineConfig, SamplingParams
+
+from .serving import EOS, PlainDevice, drain, hashed_output, prompt_of, result, results, run
+
+
+@pytest.fixture
+def plain_engine(monkeypatch, wide):
+    """A function from the fields of `EngineConfig` to an engine that runs on `PlainDevice`."""
+    monkeypatch.setattr("jaxinfer.engine.engine.Executor", PlainDevice)
+
+    def make(**fields):
+        return Engine(wide.model, wide.params, EngineConfig(dtype="float32", **fields))
+
+    return make
+
+
+def random_jobs(rng, count, longest, most):
+    jobs = []
+    for i in range(count):
+        stops = rng.sample(range(1000), 30)
+        params = SamplingParams(max_tokens=rng.randint(1, most), stop_token_ids=stops)
+        jobs.append((prompt_of(rng.randint(1, longest), i), params))
+    return jobs
+
+
+def expected(jobs, max_model_len):
+    return [hashed_output(*job, max_model_len) for job in jobs]
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_500_requests_get_their_output_and_leave_every_page_free(plain_engine, page_size):
+    engine = plain_engine(
+        max_model_len=64, max_num_seqs=4, page_size=page_size, num_pages=128 // page_size
+    )
+    jobs = random_jobs(random.Random(page_size), 500, 40, 8)
+    got = results(run(engine, jobs))
+    assert got == expected(jobs, 64)
+    assert {reason for _, reason in got} == {"stop", "length"}
+    assert sorted(engine.scheduler.pool._free) == list(range(128 // page_size))
+
+
+CHUNKS = (1, 7, 8, 16, 44, 45, 64)
+
+
+@pytest.mark.parametrize("prefill_chunk", CHUNKS)
+def test_every_chunk_size_feeds_the_whole_prompt(plain_engine, prefill_chunk):
+    """Prompts of 45 tokens and around each limit, longer than a chunk, a page and a window."""
+    for max_num_seqs, max_model_len, max_window in itertools.product((1, 3, 8), (48, 96), (1, 5)):
+        engine = plain_engine(
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            page_size=16,
+            prefill_chunk=prefill_chunk,
+            max_window=max_window,
+        )
+        lengths = [n for n in (45, 1, 15, 16, 17, 44, 46, 47, 64, 65, 94, 95) if n < max_model_len]
+        jobs = [(prompt_of(n), SamplingParams(max_tokens=6)) for n in lengths]
+        assert results(run(engine, jobs)) == expected(jobs, max_model_len)
+
+
+def test_max_model_len_ends_an_output(plain_engine):
+    engine = plain_engine(max_model_len=64, page_size=16, max_num_seqs=2)
+    jobs = [(prompt_of(n), SamplingParams(max_tokens=100, ignore_eos=True)) for n in (60, 63)]
+    requests = run(engine, jobs)
+    assert [len(r.output_ids) for r in requests] == [4, 1]
+    assert [r.finish_reason for r in requests] == ["length"] * 2
+    with pytest.raises(ValueError, match="max_model_len=64 leaves room for 63"):
+        engine.add_request(prompt_of(64), SamplingParams())
+
+
+def test_a_request_larger_than_the_pool_is_refused_and_blocks_nobody(plain_engine):
+    """8 pages of 16 tokens and a prompt of 200, within the model's length."""
+    engine = plain_engine(max_model_len=256, page_size=16, num_pages=8, max_num_seqs=4)
+    waiting = engine.add_request(prompt_of(100), SamplingParams(max_tokens=20))
+    with pytest.raises(ValueError, match="needs 14 pages of 16 tokens for its 216; the pool has 8"):
+        engine.add_request(prompt_of(200), SamplingParams(max_tokens=16))
+    short = engine.add_request(prompt_of(5), SamplingParams(max_tokens=4))
+    drain(engine)
+    assert result(waiting) == hashed_output(prompt_of(100), waiting.params, 256)
+    assert result(short) == hashed_output(prompt_of(5), short.params, 256)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_arrivals_and_cancels(plain_engine, seed):
+    rng = random.Random(seed)
+    engine = plain_engine(
+        max_model_len=64, max_num_seqs=5, page_size=8, num_pages=20, prefill_chunk=32, max_window=3
+    )
+    jobs = random_jobs(rng, 200, 50, 20)
+    requests, cancelled = [], set()
+    for prompt, params in jobs:
+        requests.append(engine.add_request(prompt, params))
+        for _ in range(rng.choice((0, 0, 1, 3))):
+            engine.step()
+            engine.check_integrity()
+        if rng.random() < 0.3:
+            victim = rng.choice(requests)
+            if victim.finish_reason is None:
+                engine.cancel(victim.id)
+                cancelled.add(victim)
+    drain(engine)
+    for request, want in zip(requests, expected(jobs, 64)):
+        if request in cancelled:
+            assert request.finish_reason == "cancelled"
+            assert request.output_ids == want[0][: len(request.output_ids)]
+        else:
+            assert result(request) == want
+    assert len(cancelled) > 10
+    assert sorted(engine.scheduler.pool._free) == list(range(20))
+
+
+def test_eos_ids_end_outputs_unless_ignored(plain_engine):
+    """The hash soon produces one of 40 ids that all count as the model's EOS."""
+    engine = plain_engine(max_model_len=64, page_size=8, max_num_seqs=2)
+    engine.eos_ids = tuple(range(0, 1000, 40)[:25])
+    params = SamplingParams(max_tokens=50)
+    jobs = [(prompt_of(9, i), params) for i in range(10)]
+    got = results(run(engine, jobs))
+    assert got == [hashed_output(*job, 64, eos_ids=engine.eos_ids) for job in jobs]
+    assert "stop" in {reason for _, reason in got}
+    assert EOS not in engine.eos_ids
