@@ -95,6 +95,11 @@ class Engine:
         self._ids = itertools.count()
 
     @property
+    def wait_s(self) -> float:
+        """Seconds that the host has waited for the device; in the rest it was busy itself."""
+        return self._executor.wait_s
+
+    @property
     def has_work(self) -> bool:
         """Whether a request is not over yet."""
         return bool(self._requests)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -42,6 +44,7 @@ class Executor:
         self.num_fetches = 0
         self._num_steps = tuple(jnp.int32(n) for n in range(config.max_window + 1))
         self._decoding: tuple[np.ndarray, Array] | None = None
+        self.wait_s = 0.0  # seconds that the host has waited for the device
         self._prefill_shapes = prefill_shapes
         self._params = params
         self._cache = init_cache(model.config, config.cache)
@@ -105,5 +108,8 @@ class Executor:
 
     def fetch(self, array: Array) -> np.ndarray:
         """`array` on the host, waited for: the only copy from the device that the engine makes."""
+        start = time.perf_counter()
+        fetched = np.asarray(array)
         self.num_fetches += 1
-        return np.asarray(array)
+        self.wait_s += time.perf_counter() - start
+        return fetched

@@ -31,7 +31,7 @@ def keep_compiled_programs() -> None:
     Leaves a `jax_compilation_cache_dir` that the user has set alone. JAX's own threshold of one
     second would leave out what is short to compile but not short to compile at every start.
     """
-    if jax.config.read("jax_compilation_cache_dir") is None:
+    if getattr(jax.config, "jax_compilation_cache_dir", None) is None:
         root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         jax.config.update("jax_compilation_cache_dir", str(Path(root) / "jaxinfer" / "xla"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
