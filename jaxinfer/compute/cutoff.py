@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 
 from jaxinfer.compute.types import SamplingState
+from jaxinfer.compute.vocabulary import VocabularySlice, fold_vocabulary
 
 NUM_CANDIDATES = 128
 
@@ -114,7 +115,7 @@ def _cut_candidates(
     is_nucleus_B, all_kept_B = sampling.top_p_B < 1, sampling.top_k_B == vocab
     total_B = lax.cond(
         jnp.any(is_nucleus_B & all_kept_B & ~all_within_B),
-        lambda: _sum_pairs(jnp.exp(temper(logits_BV, top_B, sampling))),
+        lambda: _normaliser(logits_BV, top_B, sampling),
         lambda: jnp.zeros_like(top_B),
     )
     total_B = jnp.where(all_within_B, _sum_pairs(weight_BX), total_B)
@@ -132,6 +133,16 @@ def _cut_candidates(
         jnp.take_along_axis(ids_BX, last_B1, axis=1)[:, 0],
     )
     return cutoff, Candidates(logits_BX, ids_BX, enough_B)
+
+
+def _normaliser(logits_BV: jax.Array, top_B: jax.Array, sampling: SamplingState) -> jax.Array:
+    """The sum [B] of the tempered weights of all tokens."""
+
+    def add(total_B: jax.Array, part: VocabularySlice) -> jax.Array:
+        weight_BX = jnp.exp(temper(part.values_BX, top_B, sampling))
+        return total_B + _sum_pairs(jnp.where(part.is_new_1X, weight_BX, 0.0))
+
+    return fold_vocabulary(add, jnp.zeros_like(top_B), logits_BV)
 
 
 def _cut_rows(

@@ -88,9 +88,11 @@ def _hold_stop_ids(logits_BV: jax.Array, sampling: SamplingState) -> jax.Array:
 def _forbid(logits_BV: jax.Array, ids_BC: jax.Array) -> jax.Array:
     """Logits with -inf at `ids_BC` (-1: none); a row that this would leave empty stays as it is."""
     rows_B1, ids_BC = _addresses(logits_BV, ids_BC)
+    before_BC = logits_BV.at[rows_B1, ids_BC].get(mode="clip")
     masked_BV = logits_BV.at[rows_B1, ids_BC].set(-jnp.inf, mode="drop")
-    left_B1 = jnp.any(masked_BV > -jnp.inf, axis=-1, keepdims=True)
-    return jnp.where(left_B1, masked_BV, logits_BV)
+    left_B1 = jnp.max(masked_BV, axis=-1, keepdims=True) > -jnp.inf
+    after_BC = jnp.where(left_B1, -jnp.inf, before_BC)
+    return masked_BV.at[rows_B1, ids_BC].set(after_BC, mode="drop")
 
 
 def _addresses(logits_BV: jax.Array, ids_BC: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -16,6 +16,7 @@ from jaxinfer.compute import noise
 from jaxinfer.compute.cutoff import find_cutoff, is_greedy, temper
 from jaxinfer.compute.logits import LogitsHook, process_logits
 from jaxinfer.compute.types import SamplingState
+from jaxinfer.compute.vocabulary import VocabularySlice, fold_vocabulary
 
 
 def sample(
@@ -104,22 +105,30 @@ def _draw(
 ) -> jax.Array:
     """A token of each row's kept set: among the candidates where they hold it, else over V."""
     cutoff, candidates = find_cutoff(logits_BV, top_B, sampling)
+    last_id_B = jnp.asarray(sampling.num_ids_B) - 1
 
-    def gumbel_argmax(logits_BX: jax.Array, ids_BX: jax.Array) -> jax.Array:
-        tempered_BX = temper(logits_BX, top_B, sampling)
-        kept_BX = jnp.where(cutoff.keeps(logits_BX, ids_BX), tempered_BX, -jnp.inf)
-        noisy_BX = kept_BX + noise.gumbel(sampling.key_B2, positions_B, ids_BX, noise.SAMPLE)
-        return _argmax(noisy_BX, ids_BX, sampling)[0]
+    def noisy(logits_BX: jax.Array, ids_BX: jax.Array) -> jax.Array:
+        kept_BX = cutoff.keeps(logits_BX, ids_BX)
+        tempered_BX = jnp.where(kept_BX, temper(logits_BX, top_B, sampling), -jnp.inf)
+        return tempered_BX + noise.gumbel(sampling.key_B2, positions_B, ids_BX, noise.SAMPLE)
+
+    def draw_few() -> jax.Array:
+        noisy_BX = noisy(candidates.logits_BX, candidates.ids_BX)
+        return _argmax(noisy_BX, candidates.ids_BX, sampling)[0]
+
+    def draw_many() -> jax.Array:
+        def better(best: tuple[jax.Array, jax.Array], slice_: VocabularySlice):
+            noisy_BX = noisy(slice_.values_BX, slice_.ids_1X)
+            id_B, top_B = _argmax(noisy_BX, slice_.ids_1X, sampling)
+            # Slices come in order of ids, so of equals the lower id is there already.
+            is_better_B = top_B > best[1]
+            return jnp.where(is_better_B, id_B, best[0]), jnp.where(is_better_B, top_B, best[1])
+
+        nothing = (last_id_B, jnp.full_like(top_B, -jnp.inf))
+        return fold_vocabulary(better, nothing, logits_BV)[0]
 
     nobody_B = jnp.zeros_like(positions_B, jnp.int32)
-    few_B = lax.cond(
-        jnp.any(candidates.enough_B),
-        lambda: gumbel_argmax(candidates.logits_BX, candidates.ids_BX),
-        lambda: nobody_B,
-    )
-    many_B = lax.cond(
-        jnp.any(~candidates.enough_B & ~is_greedy(sampling)),
-        lambda: gumbel_argmax(logits_BV, _all_ids(logits_BV)),
-        lambda: nobody_B,
-    )
+    few_B = lax.cond(jnp.any(candidates.enough_B), draw_few, lambda: nobody_B)
+    has_many = jnp.any(~candidates.enough_B & ~is_greedy(sampling))
+    many_B = lax.cond(has_many, draw_many, lambda: nobody_B)
     return jnp.where(candidates.enough_B, few_B, many_B)
