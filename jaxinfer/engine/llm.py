@@ -5,6 +5,7 @@ work.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Integral
 from typing import Any, cast
@@ -132,7 +133,7 @@ class LLM:
         """
         one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Integral))
         many = cast(Sequence[Prompt], [prompts] if one else prompts)
-        return self._run([(self._encode(prompt), prompt) for prompt in many], params)
+        return self._run(many, self._encode, params)
 
     def chat(
         self,
@@ -146,8 +147,8 @@ class LLM:
         """
         one = len(messages) > 0 and isinstance(messages[0], Mapping)
         conversations = cast(Sequence[Messages], [messages] if one else messages)
-        ids = [encode_chat(self.tokenizer, m, **template) for m in conversations]
-        return self._run([(prompt, None) for prompt in ids], params)
+        encode = functools.partial(encode_chat, self.tokenizer, **template)
+        return self._run(conversations, encode, params)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> RequestStream:
         """An iterator of outputs that grow as tokens arrive; closing it cancels the request."""
@@ -160,10 +161,10 @@ class LLM:
         ids = encode_chat(self.tokenizer, messages, **template)
         return RequestStream(self, self._submit(ids, None, params))
 
-    def _run(self, prompts, params) -> list[RequestOutput]:
-        """The finished outputs of (ids, prompt) pairs; whatever ends this early cancels all of
-        them.
-        """
+    def _run(
+        self, prompts: Sequence[Any], encode: Callable[[Any], list[int]], params
+    ) -> list[RequestOutput]:
+        """The finished outputs of prompts or conversations; an error cancels all of them."""
         per_prompt = (
             [params] * len(prompts) if isinstance(params, SamplingParams | None) else params
         )
@@ -175,9 +176,9 @@ class LLM:
         report = self._reporter("generating") or (lambda done, total: None)
         answers: list[_Answer] = []
         try:
-            for (ids, prompt), one in zip(prompts, per_prompt, strict=True):
+            for prompt, one in zip(prompts, per_prompt, strict=True):
                 try:
-                    answers.append(self._submit(ids, prompt, one))
+                    answers.append(self._submit(encode(prompt), prompt, one))
                 except ValueError as error:
                     raise ValueError(f"Prompt {len(answers)}: {error}") from error
             while not all(answer.is_over for answer in answers):

@@ -25,16 +25,16 @@ CONFIG = EngineConfig(
 )
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 # A greedy row that asks for this top_k produces SCRIPT[0], SCRIPT[1], ...; see `script`.
-SCRIPTED = GREEDY.replace(top_k=777)
+SCRIPTED = GREEDY.replace(top_k=77)
 SCRIPT = tuple(range(10, 160, 3))
 
 
 def script(logits_BV, sampling):
-    """The hook of every engine here: writes the output of the rows that ask for top_k=777."""
+    """The hook of every engine here: writes the output of the rows that ask for top_k=77."""
     ids_V = jnp.arange(logits_BV.shape[1])
     next_B1 = (SCRIPT[0] + 3 * sampling.num_output_B)[:, None]
     scripted_BV = jnp.where(ids_V == next_B1, 10.0, 0.0)
-    return jnp.where((sampling.top_k_B == 777)[:, None], scripted_BV, logits_BV)
+    return jnp.where((sampling.top_k_B == 77)[:, None], scripted_BV, logits_BV)
 
 
 def widen(model, params):

@@ -1,0 +1,201 @@
+"""The device half: what is compiled, donated and transferred, and in which order it happens."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+from .serving import CONFIG, GREEDY, SCRIPT, SCRIPTED, drain, prompt_of, run
+
+
+class Recorder:
+    """An executor that notes the name of each call, and which result a fetch takes."""
+
+    def __init__(self, executor):
+        self._executor = executor
+        self.calls = []
+        self._numbers = {}
+
+    def __getattr__(self, name):
+        value = getattr(self._executor, name)
+        return self._recorded(name, value) if callable(value) else value
+
+    def _recorded(self, name, method):
+        def call(*args):
+            if name == "fetch":
+                self.calls.append(("fetch", self._numbers.pop(id(args[0]))))
+                return method(*args)
+            out = method(*args)
+            if name in ("start", "decode"):
+                number = sum(call[0] in ("start", "decode") for call in self.calls)
+                self._numbers[id(out)] = number
+                self.calls.append((name, number))
+            else:
+                self.calls.append((name,))
+            return out
+
+        return call
+
+
+def recorded(engine):
+    engine._executor = recorder = Recorder(engine._executor)
+    return recorder
+
+
+def test_all_programs_are_compiled_ahead_with_progress(programs):
+    compiled, seen = programs
+    shapes = [(1, 64), (1, 16), (2, 32), (4, 16)]
+    names = {("prefill", *shape) for shape in shapes} | {("decode", 4), ("decode", 8)}
+    assert set(compiled._compiled) == names | {("start",), ("write_row",), ("stop_row",)}
+    assert seen == [(done, 9) for done in range(1, 10)]
+
+
+def test_nothing_is_compiled_once_all_is(make_engine, monkeypatch):
+    engine = make_engine()
+
+    def refuse(key):
+        raise AssertionError(f"{key} is compiled again")
+
+    monkeypatch.setattr(engine._executor._programs, "_compile", refuse)
+    jobs = [(prompt_of(n), GREEDY) for n in (1, 15, 16, 17, 33, 64, 65, 100, 3, 4, 5)]
+    run(engine, jobs)
+    for params in (SCRIPTED, GREEDY.replace(temperature=1.0, top_k=3, seed=1)):
+        request = engine.add_request(prompt_of(5), params)
+        for _ in range(3):
+            engine.step()
+        engine.cancel(request.id)
+
+
+def test_the_next_window_is_dispatched_before_the_last_is_read(make_engine):
+    engine = make_engine()
+    recorder = recorded(engine)
+    run(engine, [(prompt_of(5), SCRIPTED.replace(max_tokens=14))])
+    # One token of the prefill, one beside it, then windows of 4.
+    assert recorder.calls == [
+        ("write_row",),
+        ("prefill",),
+        ("start", 0),
+        ("decode", 1),
+        ("fetch", 0),
+        ("decode", 2),
+        ("fetch", 1),
+        ("decode", 3),
+        ("fetch", 2),
+        ("decode", 4),
+        ("fetch", 3),
+        ("fetch", 4),
+    ]
+
+
+def test_a_long_prompt_is_fetched_once(make_engine):
+    engine = make_engine()
+    recorder = recorded(engine)
+    run(engine, [(prompt_of(150), SCRIPTED.replace(max_tokens=1))])
+    assert [name for name, *_ in recorder.calls] == [
+        "write_row",
+        "prefill",
+        "prefill",
+        "prefill",
+        "start",
+        "fetch",
+    ]
+
+
+def test_steady_decoding_sends_nothing_and_fetches_once_a_window(make_engine):
+    engine = make_engine()
+    params = SCRIPTED.replace(max_tokens=43)
+    requests = [engine.add_request(prompt_of(n), params) for n in (5, 6, 7)]
+    while not all(request.output_ids for request in requests):
+        engine.step()
+    engine.step()
+    before, at = engine._executor.num_fetches, len(requests[0].output_ids)
+    with jax.transfer_guard_host_to_device("disallow"):
+        while len(requests[0].output_ids) < at + 28:
+            engine.step()
+    assert engine._executor.num_fetches - before == 7
+    drain(engine)
+    assert all(tuple(request.output_ids) == SCRIPT[:43] for request in requests)
+
+
+def test_joining_and_leaving_costs_one_transfer_of_the_row(make_engine):
+    """What a request sends is its row of the state, in one array."""
+    engine = make_engine()
+    sent = []
+    program = engine._executor._programs["write_row",]
+
+    class Programs(dict):
+        def __missing__(self, key):
+            return engine_programs[key]
+
+    def write_row(state, row, words):
+        sent.append((int(row), words.nbytes))
+        return program(state, row, words)
+
+    engine_programs = engine._executor._programs
+    engine._executor._programs = Programs({("write_row",): write_row})
+    run(engine, [(prompt_of(5), GREEDY), (prompt_of(6), GREEDY)])
+    assert [row for row, _ in sent] == [0, 1]
+    assert len({size for _, size in sent}) == 1
+    per_row = sum(leaf.nbytes // 8 for leaf in jax.tree.leaves(engine._executor._state))
+    assert sent[0][1] <= per_row + 4 * len(jax.tree.leaves(engine._executor._state))
+
+
+@pytest.mark.parametrize("name", ["prefill", "start", "decode", "write_row", "stop_row"])
+def test_every_program_takes_over_the_buffers_that_it_replaces(make_engine, monkeypatch, name):
+    """After a step the old cache and state are gone: there is never a second copy."""
+    engine = make_engine()
+    executor = engine._executor
+    held = executor._state if name in ("start", "write_row", "stop_row") else executor._cache
+    seen = []
+    method = getattr(executor, name)
+
+    def checked(*args):
+        both = {"cache": executor._cache, "state": executor._state}
+        out = method(*args)
+        gone = {
+            key: all(leaf.is_deleted() for leaf in jax.tree.leaves(old))
+            for key, old in both.items()
+        }
+        seen.append(gone)
+        return out
+
+    monkeypatch.setattr(executor, name, checked)
+    request = engine.add_request(prompt_of(5), SCRIPTED.replace(max_tokens=8))
+    while len(request.output_ids) < 2:
+        engine.step()
+    engine.cancel(request.id)
+    wanted = {"cache": name in ("prefill", "decode"), "state": name != "prefill"}
+    assert seen
+    assert all(gone == wanted for gone in seen)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(held))
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(executor._params))
+
+
+def test_cache_and_state_are_updated_in_place(programs, make_engine):
+    """By the compiler's own account: what is aliased is all of them."""
+    executor = make_engine()._executor
+    cache, state = (
+        sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+        for tree in (executor._cache, executor._state)
+    )
+    compiled = programs[0]
+    for key, aliased in [
+        (("prefill", 1, 64), cache),
+        (("decode", 8), cache + state),
+        (("start",), state),
+        (("write_row",), state),
+    ]:
+        assert compiled[key].memory_analysis().alias_size_in_bytes == aliased, key
+
+
+def test_results_stay_on_the_device_until_fetched(make_engine):
+    executor = make_engine()._executor
+    rows_B = np.full(4, CONFIG.max_num_seqs, np.int32)
+    rows_B[0] = 0
+    tokens = executor.decode(rows_B, 2)
+    assert isinstance(tokens, jax.Array)
+    fetched = executor.fetch(tokens)
+    assert isinstance(fetched, np.ndarray)
+    assert (fetched == -1).all(), "an idle row produced a token"
+    assert executor.num_fetches == 1
