@@ -78,37 +78,29 @@ def alone(make_engine):
 
 @pytest.fixture(scope="session")
 def oracle(wide):
-    """A function from (prompt, params) to what pure `generate` gives, at most 16 tokens of it."""
-    return functools.partial(
-        generated, jax.jit(generate, static_argnums=0, static_argnames=STATIC), wide
+    """A function from (prompt, params) to what `generate` gives when it computes all tokens anew.
+
+    48 tokens of prompt and 16 of output at most.
+    """
+    whole = jax.jit(
+        functools.partial(
+            generate,
+            wide.model,
+            max_tokens=16,
+            use_cache=False,
+            page_size=CONFIG.page_size,
+            logits_hook=script,
+        )
     )
 
+    def ask(prompt, params):
+        assert len(prompt) <= 48
+        assert params.max_tokens <= 16
+        tokens_1T = np.zeros((1, 48), np.int32)
+        tokens_1T[0, : len(prompt)] = prompt
+        state = make_sampling_state([params], [prompt], vocab_size=V, eos_ids=[EOS])
+        tokens_1W = whole(wide.params, tokens_1T, np.array([len(prompt)], np.int32), state)
+        ids = [int(token) for token in tokens_1W[0] if token >= 0][: params.max_tokens]
+        return ids, "stop" if ids[-1] in params.stop_ids([EOS]) else "length"
 
-@pytest.fixture(scope="session")
-def recomputed(wide):
-    """`oracle` without a KV cache: every token from the whole sequence."""
-    whole = jax.jit(generate, static_argnums=0, static_argnames=STATIC)
-    return functools.partial(generated, functools.partial(whole, use_cache=False), wide)
-
-
-STATIC = ("max_tokens", "use_cache", "page_size", "logits_hook")
-
-
-def generated(generate, wide, prompt, params, *, eos_ids=(EOS,)):
-    assert len(prompt) <= 48
-    assert params.max_tokens <= 16
-    tokens_1T = np.zeros((1, 48), np.int32)
-    tokens_1T[0, : len(prompt)] = prompt
-    state = make_sampling_state([params], [prompt], vocab_size=V, eos_ids=eos_ids)
-    tokens_1W = generate(
-        wide.model,
-        wide.params,
-        tokens_1T,
-        np.array([len(prompt)], np.int32),
-        state,
-        max_tokens=16,
-        page_size=CONFIG.page_size,
-        logits_hook=script,
-    )
-    ids = [int(token) for token in tokens_1W[0] if token >= 0][: params.max_tokens]
-    return ids, "stop" if ids[-1] in params.stop_ids(eos_ids) else "length"
+    return ask

@@ -36,9 +36,8 @@ def full_of(value, like):
     return jax.tree.map(lambda leaf: np.full((3, *leaf.shape[1:]), value, leaf.dtype), like)
 
 
-# An odd vocabulary leaves half a word of int16 counts over; 64 and 37 differ in packed words too.
-@pytest.mark.parametrize("vocab_size", [37, 64])
-def test_a_written_row_holds_what_was_packed_and_the_others_stay(vocab_size):
+def test_a_written_row_holds_what_was_packed_and_the_others_stay():
+    """37 ids leave half a word of int16 counts over, and a packed word of ids partly used."""
     params = dict(
         temperature=0.3,
         top_p=0.7,
@@ -49,7 +48,7 @@ def test_a_written_row_holds_what_was_packed_and_the_others_stay(vocab_size):
         stop_token_ids=[9, 8],
         min_tokens=3,
     )
-    row = row_of(make_request(**params), vocab_size)
+    row = row_of(make_request(**params), vocab_size=37)
     before = full_of(1, row)
     words = device.pack_row(row)
     assert words.dtype == np.int32

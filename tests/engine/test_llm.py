@@ -12,6 +12,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from jaxinfer import LLM, SamplingParams
 from jaxinfer.checkpoint import save_huggingface
+from jaxinfer.text import tokenizer_from_json
 from jaxinfer.text.byte_level import piece_bytes
 
 from .serving import CONFIG, EOS, SCRIPT, SCRIPTED, result, run, script
@@ -222,6 +223,14 @@ def test_prompts_of_next_to_nothing_have_a_defined_result(llm, prompt, ids):
     assert output.outputs == wanted.outputs
     if prompt == "":
         assert llm.generate("", sampled())[0].outputs == wanted.outputs
+
+
+def test_nothing_at_all_is_refused_where_no_token_begins_a_text(llm, monkeypatch):
+    monkeypatch.setattr(llm, "tokenizer", tokenizer_from_json(byte_tokenizer(), {}))
+    for prompts in ("", [""], [[]]):
+        with pytest.raises(ValueError, match="Prompt 0: .* empty prompt"):
+            llm.generate(prompts, sampled())
+    assert len(llm.generate(" ", sampled())) == 1
 
 
 @pytest.mark.parametrize(
