@@ -85,7 +85,7 @@ def attend(
 def _attend_tile(
     q_KRH, first, count, read_group, *, keys_per_group, tile, scale, window, soft_cap, sinks_KR
 ):
-    """Attention of `count` queries that start at position `first`, over as many groups as they see."""
+    """Attention of `count` queries from position `first` on, over as many groups as they see."""
     K, R, H = q_KRH.shape
     rows = max(R, MIN_ROWS)
     sliced = rows > MAX_UNSLICED_ROWS
