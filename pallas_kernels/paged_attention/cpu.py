@@ -1,25 +1,24 @@
-"""Paged attention for XLA:CPU: one tile of one row at a time, online softmax over groups of its own
-pages.
+"""Paged attention for XLA:CPU: a tile of queries at a time, online softmax over groups of pages.
 
-What makes it quick there: work follows each row's length, not the widest; dots are bfloat16 x
-bfloat16 -> float32 over at least `MIN_ROWS` rows, because fewer take a slow path that also rounds
-differently. A row's result never depends on the other rows, and groups of pages begin at fixed
-positions, so it does not depend on how a prompt was cut into chunks either.
+What makes it quick there: work follows the lengths of the tile's sequences, not the widest of all;
+dots are bfloat16 x bfloat16 -> float32 over at least `MIN_ROWS` rows, because fewer take a slow
+path that also rounds differently. A sequence's result never depends on the others, and groups of
+pages begin at fixed positions, so it does not depend on how a prompt was cut into chunks either.
 """
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels.paged_attention.layout import from_storage, read_pages
 
 MIN_ROWS = 4
-KEYS_PER_GROUP = 256
+KEYS_PER_GROUP = 128
+# A tile is either some sequences with few queries each, or many queries of one sequence.
+SEQUENCES_PER_TILE = 4
 QUERIES_PER_TILE = 128
-# Up to so many query rows, multiplying all [key | value] lanes is cheaper than slicing them.
-MAX_UNSLICED_ROWS = 64
+FEW_QUERIES = 8
 MASKED = -1e30
 
 
@@ -40,97 +39,126 @@ def attend(
     B, T, N, H = q_BTNH.shape
     K, page_size = pages.shape[-3], pages.shape[-2]
     G = N // K
-    tile = min(T, QUERIES_PER_TILE)
-    num_tiles = -(-T // tile)
+    A = min(B, SEQUENCES_PER_TILE) if T <= FEW_QUERIES else 1
+    Q = min(T, QUERIES_PER_TILE)
+    short_B, short_T = -B % A, -T % Q
+    I, J = (B + short_B) // A, (T + short_T) // Q  # noqa: E741  (tiles along rows and queries)
 
-    q = jnp.pad(q_BTNH, ((0, 0), (0, num_tiles * tile - T), (0, 0), (0, 0)))
-    q = q.reshape(B, num_tiles, tile, K, G, H).transpose(0, 1, 3, 4, 2, 5)
-    q = q.reshape(B * num_tiles, K, G * tile, H)
+    q = jnp.pad(q_BTNH, ((0, short_B), (0, short_T), (0, 0), (0, 0)))
+    q = q.reshape(I, A, J, Q, K, G, H).transpose(0, 2, 1, 4, 5, 3, 6)
+    q_JAKRH = q.reshape(I * J, A, K, G * Q, H)
 
     pages_per_group = max(1, min(KEYS_PER_GROUP // page_size, page_table_BM.shape[1]))
-    short = -page_table_BM.shape[1] % pages_per_group
-    table_BM = jnp.pad(page_table_BM, ((0, 0), (0, short)), constant_values=pages.shape[-4])
-    starts_BI = jnp.arange(num_tiles, dtype=jnp.int32) * tile
-    first_BI = (context_lens_B - query_lens_B)[:, None] + starts_BI
-    count_BI = jnp.clip(query_lens_B[:, None] - starts_BI, 0, tile)
-    sinks_KR = (
-        None if sinks_N is None else jnp.repeat(sinks_N.astype(jnp.float32).reshape(K, G), tile, 1)
-    )
+    short_M = -page_table_BM.shape[1] % pages_per_group
+    table_BM = jnp.pad(page_table_BM, ((0, short_B), (0, short_M)))
 
-    def one_tile(args):
-        q_KRH, table_M, first, count = args
+    starts_J = jnp.arange(J, dtype=jnp.int32) * Q
+    first_BJ = (context_lens_B - query_lens_B)[:, None] + starts_J
+    count_BJ = jnp.clip(query_lens_B[:, None] - starts_J, 0, Q)
+
+    def tiled(array_BJ: Array) -> Array:
+        array_BJ = jnp.pad(array_BJ, ((0, short_B), (0, 0)))
+        return array_BJ.reshape(I, A, J).transpose(0, 2, 1).reshape(I * J, A)
+
+    sinks_KR = None
+    if sinks_N is not None:
+        sinks_KR = jnp.repeat(sinks_N.astype(jnp.float32).reshape(K, G), Q, axis=1)
+
+    def one_tile(tile):
+        q_AKRH, table_AM, first_A, count_A = tile
+
+        def read_group(group: Array) -> Array:
+            start = group * pages_per_group
+            ids = lax.dynamic_slice_in_dim(table_AM, start, pages_per_group, axis=1)
+            kv = from_storage(read_pages(pages, ids, layer=layer))
+            return kv.transpose(0, 2, 1, 3, 4).reshape(A, K, pages_per_group * page_size, -1)
+
         return _attend_tile(
-            q_KRH,
-            first,
-            count,
-            lambda group: read_pages(
-                pages,
-                lax.dynamic_slice(table_M, (group * pages_per_group,), (pages_per_group,)),
-                layer=layer,
-            ),
+            q_AKRH,
+            first_A,
+            count_A,
+            read_group,
+            num_queries=Q,
             keys_per_group=pages_per_group * page_size,
-            tile=tile,
             scale=scale,
             window=window,
             soft_cap=soft_cap,
             sinks_KR=sinks_KR,
         )
 
-    tables = jnp.repeat(table_BM, num_tiles, axis=0)
-    out = lax.map(one_tile, (q, tables, first_BI.reshape(-1), count_BI.reshape(-1)))
-    out = out.reshape(B, num_tiles, K, G, tile, H).transpose(0, 1, 4, 2, 3, 5)
-    return out.reshape(B, num_tiles * tile, N, H)[:, :T]
+    tables = jnp.repeat(table_BM.reshape(I, A, -1), J, axis=0)
+    out = lax.map(one_tile, (q_JAKRH, tables, tiled(first_BJ), tiled(count_BJ)))
+    out = out.reshape(I, J, A, K, G, Q, H).transpose(0, 2, 1, 5, 3, 4, 6)
+    return out.reshape(I * A, J * Q, N, H)[:B, :T]
 
 
 def _attend_tile(
-    q_KRH, first, count, read_group, *, keys_per_group, tile, scale, window, soft_cap, sinks_KR
+    q_AKRH,
+    first_A,
+    count_A,
+    read_group,
+    *,
+    num_queries,
+    keys_per_group,
+    scale,
+    window,
+    soft_cap,
+    sinks_KR,
 ):
-    """Attention of `count` queries from position `first` on, over as many groups as they see."""
-    K, R, H = q_KRH.shape
-    rows = max(R, MIN_ROWS)
-    sliced = rows > MAX_UNSLICED_ROWS
-    lanes = H if sliced else jax.eval_shape(read_group, 0).shape[-1]
-    q_KRL = jnp.pad(q_KRH, ((0, 0), (0, rows - R), (0, lanes - H)))
-    query_R = jnp.arange(rows, dtype=jnp.int32) % tile
-    positions_R, alive_R = first + query_R, query_R < count
-    num_keys = first + count
+    """Attention of one tile: sequence a's `count_A[a]` queries from position `first_A[a]` on.
 
-    def add_group(group, carry):
-        top_KR, total_KR, sum_KRL = carry
-        kv = from_storage(read_group(group))
-        kv_KSL = kv.transpose(1, 0, 2, 3).reshape(K, keys_per_group, -1)
+    Runs over as many groups of keys as the longest sequence of the tile sees.
+    """
+    A, K, R, H = q_AKRH.shape
+    rows = max(R, MIN_ROWS)
+    q_CRH = jnp.pad(q_AKRH, ((0, 0), (0, 0), (0, rows - R), (0, 0))).reshape(A * K, rows, H)
+    query_R = jnp.arange(rows, dtype=jnp.int32) % num_queries
+    positions_AR = first_A[:, None] + query_R
+    alive_AR = query_R < count_A[:, None]
+    num_keys_A = first_A + count_A
+
+    def add_group(group: Array, carry):
+        top_AKR, total_AKR, sum_CRH = carry
         keys_S = group * keys_per_group + jnp.arange(keys_per_group, dtype=jnp.int32)
+        kv_AKSL = read_group(group)
         # A slot that was never written may hold NaN, and 0 * NaN is NaN.
-        kv_KSL = jnp.where((keys_S < num_keys)[:, None], kv_KSL, jnp.zeros((), kv.dtype))
-        k_KSL, v_KSL = (kv_KSL[..., :H], kv_KSL[..., H : 2 * H]) if sliced else (kv_KSL, kv_KSL)
-        scores_KRS = _batched_dot(q_KRL.astype(kv.dtype), k_KSL, contract=2) * scale
+        written_AS = keys_S < num_keys_A[:, None]
+        kv_AKSL = jnp.where(written_AS[:, None, :, None], kv_AKSL, jnp.zeros((), kv_AKSL.dtype))
+        kv_CSL = kv_AKSL.reshape(A * K, keys_per_group, -1)
+        k_CSH, v_CSH = kv_CSL[..., :H], kv_CSL[..., H : 2 * H]
+        scores = _batched_dot(q_CRH.astype(k_CSH.dtype), k_CSH, contract=2) * scale
+        scores_AKRS = scores.reshape(A, K, rows, keys_per_group)
         if soft_cap is not None:
-            scores_KRS = soft_cap * jnp.tanh(scores_KRS / soft_cap)
-        seen_RS = (keys_S <= positions_R[:, None]) & alive_R[:, None]
+            scores_AKRS = soft_cap * jnp.tanh(scores_AKRS / soft_cap)
+        seen_ARS = (keys_S <= positions_AR[..., None]) & alive_AR[..., None]
         if window is not None:
-            seen_RS &= keys_S > positions_R[:, None] - window
-        scores_KRS = jnp.where(seen_RS, scores_KRS, MASKED)
-        new_top_KR = jnp.maximum(top_KR, scores_KRS.max(-1))
-        weights_KRS = jnp.where(seen_RS, jnp.exp(scores_KRS - new_top_KR[..., None]), 0.0)
-        shrink_KR = jnp.exp(top_KR - new_top_KR)
-        total_KR = total_KR * shrink_KR + weights_KRS.sum(-1)
-        part_KRL = _batched_dot(weights_KRS.astype(kv.dtype), v_KSL, contract=1)
-        return new_top_KR, total_KR, sum_KRL * shrink_KR[..., None] + part_KRL
+            seen_ARS &= keys_S > positions_AR[..., None] - window
+        seen_A1RS = seen_ARS[:, None]
+        scores_AKRS = jnp.where(seen_A1RS, scores_AKRS, MASKED)
+        new_top_AKR = jnp.maximum(top_AKR, scores_AKRS.max(-1))
+        weights_AKRS = jnp.where(seen_A1RS, jnp.exp(scores_AKRS - new_top_AKR[..., None]), 0.0)
+        shrink_AKR = jnp.exp(top_AKR - new_top_AKR)
+        total_AKR = total_AKR * shrink_AKR + weights_AKRS.sum(-1)
+        weights_CRS = weights_AKRS.reshape(A * K, rows, keys_per_group).astype(v_CSH.dtype)
+        part_CRH = _batched_dot(weights_CRS, v_CSH, contract=1)
+        return new_top_AKR, total_AKR, sum_CRH * shrink_AKR.reshape(A * K, rows, 1) + part_CRH
 
     if sinks_KR is None:
-        top_KR, total_KR = jnp.full((K, rows), MASKED, jnp.float32), jnp.zeros((K, rows))
+        top_AKR, total_AKR = jnp.full((A, K, rows), MASKED), jnp.zeros((A, K, rows))
     else:
-        top_KR, total_KR = jnp.pad(sinks_KR, ((0, 0), (0, rows - R))), jnp.ones((K, rows))
-    begin = 0 if window is None else jnp.maximum(first - window + 1, 0) // keys_per_group
-    end = jnp.where(count > 0, (num_keys + keys_per_group - 1) // keys_per_group, 0)
-    empty = (top_KR, total_KR, jnp.zeros((K, rows, lanes), jnp.float32))
-    _, total_KR, sum_KRL = lax.fori_loop(begin, end, add_group, empty)
-    out_KRH = (sum_KRL if sliced else sum_KRL[..., H : 2 * H])[:, :R]
-    total_KR1 = total_KR[:, :R, None]
-    return out_KRH / jnp.where(total_KR1 == 0, 1.0, total_KR1)
+        top_KR = jnp.pad(sinks_KR, ((0, 0), (0, rows - R)))
+        top_AKR, total_AKR = jnp.broadcast_to(top_KR, (A, K, rows)), jnp.ones((A, K, rows))
+    first_seen_A = 0 if window is None else jnp.maximum(first_A - window + 1, 0)
+    begin = jnp.min(jnp.where(count_A > 0, first_seen_A // keys_per_group, 2**30))
+    end = jnp.max(jnp.where(count_A > 0, -(-num_keys_A // keys_per_group), 0))
+    empty = (top_AKR, total_AKR, jnp.zeros((A * K, rows, H), jnp.float32))
+    _, total_AKR, sum_CRH = lax.fori_loop(jnp.minimum(begin, end), end, add_group, empty)
+    total_AKR1 = total_AKR[..., None]
+    out_AKRH = sum_CRH.reshape(A, K, rows, H) / jnp.where(total_AKR1 == 0, 1.0, total_AKR1)
+    return out_AKRH[:, :, :R]
 
 
-def _batched_dot(a_KRC: Array, b: Array, *, contract: int) -> Array:
-    """Per kv head, `a` times `b` over `a`'s last axis and `b`'s axis `contract`, in float32."""
+def _batched_dot(a_CRX: Array, b: Array, *, contract: int) -> Array:
+    """Per sequence and kv head, `a` times `b` over `a`'s last axis and `b`'s axis `contract`."""
     dims = (((2,), (contract,)), ((0,), (0,)))
-    return lax.dot_general(a_KRC, b, dims, preferred_element_type=jnp.float32)
+    return lax.dot_general(a_CRX, b, dims, preferred_element_type=jnp.float32)
