@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jaxinfer import compute
     from jaxinfer.checkpoint.loading import load
-    from jaxinfer.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
+    from jaxinfer.config import CacheConfig, EngineConfig, ModelConfig
     from jaxinfer.engine.engine import Engine
     from jaxinfer.engine.llm import LLM
     from jaxinfer.engine.outputs import RequestOutput
@@ -26,7 +26,6 @@ __all__ = [
     "Engine",
     "EngineConfig",
     "ModelConfig",
-    "ParallelConfig",
     "RequestOutput",
     "SamplingParams",
     "__version__",
@@ -41,7 +40,6 @@ _HOMES = {
     "Engine": "jaxinfer.engine.engine",
     "EngineConfig": "jaxinfer.config",
     "ModelConfig": "jaxinfer.config",
-    "ParallelConfig": "jaxinfer.config",
     "RequestOutput": "jaxinfer.engine.outputs",
     "SamplingParams": "jaxinfer.sampling_params",
     "load": "jaxinfer.checkpoint.loading",

@@ -149,21 +149,6 @@ class CacheConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParallelConfig:
-    """Devices along each mesh axis: `data` splits rows, `model` heads, ffn and vocabulary."""
-
-    data: int = 1
-    model: int = 1
-
-    def __post_init__(self):
-        require(
-            self.data == 1 and self.model == 1,
-            f"ParallelConfig(data={self.data}, model={self.model}): only one device is supported "
-            "so far. Use data=1, model=1.",
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """How the engine runs.
 
@@ -174,8 +159,6 @@ class EngineConfig:
         num_pages: pages of the pool; None: enough for every row at max_model_len.
         prefill_chunk: most prompt tokens that one prefill call computes.
         max_window: most decode steps in one dispatch.
-        attention: a backend of `pallas_kernels.paged_attention` by name; None lets the platform
-            choose.
     """
 
     max_model_len: int = 2048
@@ -186,8 +169,6 @@ class EngineConfig:
     max_window: int = 8
     dtype: str = "bfloat16"
     kv_dtype: str | None = None
-    attention: str | None = None
-    parallel: ParallelConfig = ParallelConfig()
 
     def __post_init__(self):
         for name in ("max_model_len", "max_num_seqs", "page_size", "prefill_chunk", "max_window"):

@@ -1,4 +1,4 @@
-"""The suite runs on CPU whatever the machine has; programs that several tests share compile once."""
+"""The suite runs on CPU, whatever the machine has; equal programs are compiled once."""
 
 from __future__ import annotations
 

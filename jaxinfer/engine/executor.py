@@ -25,7 +25,7 @@ class Executor:
     """Runs device programs in the order in which they are called, none of them waited for.
 
     Cache and state are donated to every program and replaced by what it returns: there is one copy
-        of each.
+    of each.
     """
 
     def __init__(
@@ -42,9 +42,10 @@ class Executor:
         self.decode_sizes = decode_sizes(config.max_num_seqs)
         self.num_starts = max(rows for rows, _ in prefill_shapes)
         self.num_fetches = 0
+        self.wait_s = 0.0  # seconds that the host has waited for the device
+        # Already on the device, so that steady decoding sends nothing there.
         self._num_steps = tuple(jnp.int32(n) for n in range(config.max_window + 1))
         self._decoding: tuple[np.ndarray, Array] | None = None
-        self.wait_s = 0.0  # seconds that the host has waited for the device
         self._prefill_shapes = prefill_shapes
         self._params = params
         self._cache = init_cache(model.config, config.cache)

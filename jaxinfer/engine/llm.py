@@ -14,7 +14,7 @@ from jaxinfer.checkpoint import load_params, open_checkpoint, resolve
 from jaxinfer.checkpoint.loading import Checkpoint
 from jaxinfer.compute.decoder import Decoder
 from jaxinfer.compute.logits import LogitsHook
-from jaxinfer.config import EngineConfig, ParallelConfig, require
+from jaxinfer.config import EngineConfig, require
 from jaxinfer.engine.engine import Engine, TokenOutput
 from jaxinfer.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from jaxinfer.engine.programs import keep_compiled_programs
@@ -71,7 +71,6 @@ class LLM:
         num_pages: int | None = None,
         prefill_chunk: int = 512,
         max_window: int = 8,
-        parallel: ParallelConfig | None = None,
         attention: str | None = None,
         logits_hook: LogitsHook | None = None,
         compile_ahead: bool = False,
@@ -90,8 +89,6 @@ class LLM:
             max_window=max_window,
             dtype=dtype,
             kv_dtype=kv_dtype,
-            attention=attention,
-            parallel=parallel or ParallelConfig(),
         )
         self.tokenizer = _tokenizer_of(checkpoint)
         keep_compiled_programs()

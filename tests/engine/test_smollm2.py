@@ -26,7 +26,7 @@ TIE = 1e-3
 
 @pytest.fixture(scope="module")
 def references():
-    """30 prompts of all kinds with 64 greedy ids each (EOS not stopping) and the gap at each step."""
+    """30 prompts of all kinds, 64 greedy ids each (EOS not stopping), the gap at each step."""
     with open(DATA / "smollm2.json") as file:
         return json.load(file)["prompts"]
 
