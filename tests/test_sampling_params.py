@@ -108,6 +108,8 @@ def test_stop_ids_unite_eos_and_the_row_s_own():
     params = SamplingParams(stop_token_ids=[9, 2])
     assert params.stop_ids([2, 5]) == (2, 5, 9)
     assert params.replace(ignore_eos=True).stop_ids([2, 5]) == (2, 9)
+    assert SamplingParams().stop_ids([7, 2]) == (2, 7)
+    assert SamplingParams(ignore_eos=True).stop_ids([7, 2]) == ()
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from jaxinfer.sched.buckets import pick, prefill_shapes
 from jaxinfer.sched.page_pool import PagePool
-from jaxinfer.sched.request import Request, Status, stop_set
+from jaxinfer.sched.request import Request, Status
 from jaxinfer.sched.scheduler import Chunk, Scheduler, StepPlan
 
 __all__ = [
@@ -14,5 +14,4 @@ __all__ = [
     "StepPlan",
     "pick",
     "prefill_shapes",
-    "stop_set",
 ]

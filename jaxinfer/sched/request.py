@@ -7,7 +7,6 @@ K and V have been dispatched). Scheduling closes the gap between them, whatever 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from jaxinfer.sampling_params import SamplingParams
@@ -32,12 +31,6 @@ class Times:
     last_token: float | None = None
 
 
-def stop_set(params: SamplingParams, eos_ids: Iterable[int]) -> frozenset[int]:
-    """The ids that end an output: the model's `eos_ids` unless ignored, and the request's own."""
-    own = frozenset(params.stop_token_ids or ())
-    return own if params.ignore_eos else own | frozenset(eos_ids)
-
-
 @dataclass(eq=False, kw_only=True)
 class Request:
     """One request; compared by identity. The scheduler alone changes what follows `stop_ids`.
@@ -45,7 +38,7 @@ class Request:
     Attributes:
         id: unique among the requests under way.
         seed: what its draws follow from, with the prompt; never None.
-        stop_ids: a token of these ends the output and is part of it. See `stop_set`.
+        stop_ids: a token of these ends the output and is part of it. See `SamplingParams.stop_ids`.
         output_ids: tokens generated, as far as they have been read from the device.
         num_computed: tokens whose K and V are dispatched. While generating this is an upper bound:
             the device may have stopped earlier, which is known when its tokens are read.

@@ -83,11 +83,6 @@ class Scheduler:
         return len(self._waiting)
 
     @property
-    def num_running(self) -> int:
-        """Requests that hold a row."""
-        return len(self._running)
-
-    @property
     def is_idle(self) -> bool:
         """Whether every request is over."""
         return not self._waiting and not self._running

@@ -3,7 +3,7 @@
 import pytest
 
 from jaxinfer.sampling_params import SamplingParams
-from jaxinfer.sched import Request, stop_set
+from jaxinfer.sched import Request
 
 
 def running(prompt_len, max_total_len, num_computed, stop_ids=()):
@@ -16,19 +16,6 @@ def running(prompt_len, max_total_len, num_computed, stop_ids=()):
     )
     request.max_total_len, request.num_computed = max_total_len, num_computed
     return request
-
-
-@pytest.mark.parametrize(
-    ("params", "expected"),
-    [
-        ({}, {2, 7}),
-        ({"stop_token_ids": [9, 7]}, {2, 7, 9}),
-        ({"ignore_eos": True}, set()),
-        ({"ignore_eos": True, "stop_token_ids": (9,)}, {9}),
-    ],
-)
-def test_stop_set_joins_all_eos_ids_and_the_requests_own(params, expected):
-    assert stop_set(SamplingParams(**params), [2, 7]) == expected
 
 
 def test_gaps_close_one_token_before_the_end():

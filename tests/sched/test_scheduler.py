@@ -7,7 +7,7 @@ import pytest
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.sampling_params import SamplingParams
-from jaxinfer.sched import Request, Scheduler, Status, stop_set
+from jaxinfer.sched import Request, Scheduler, Status
 
 EOS = 0
 
@@ -90,7 +90,7 @@ class World:
             prompt_ids=(9,) * prompt_len,
             params=sampling,
             seed=1,
-            stop_ids=stop_set(sampling, [EOS]),
+            stop_ids=frozenset(sampling.stop_ids([EOS])),
         )
         self.scheduler.add(request, now)
         self.outputs[request_id] = [*output, *(5,) * (sampling.max_tokens - len(output))]
