@@ -2,7 +2,8 @@
 
 Dimension key: B sequences, T query tokens, S key/value tokens, N query heads, K kv heads, G = N/K,
 H head dim, D model, F ffn, V vocabulary, L layers, P pages, p slots per page, M pages per sequence,
-W steps of a window, C entries of a capped table.
+W steps of a window, C entries of a capped table, R newest output ids, U = ceil(V / 32) words of
+bits, X some of V.
 """
 
 from __future__ import annotations

@@ -81,8 +81,8 @@ def stop_row(state: DecodeState, row: Array) -> DecodeState:
 
 
 def _take_rows(state: DecodeState, rows_B: Array) -> DecodeState:
-    """The rows asked for. Padding repeats the first one, inactive: it must not make the sampler
-    work.
+    """The rows asked for. Padding repeats the first, inactive, and so asks the sampler for nothing
+    that this row does not.
     """
     num_rows = state.tokens_B.shape[0]
     is_row_B = rows_B < num_rows

@@ -20,7 +20,6 @@ class PageSpec:
 
     num_kv_heads: int
     page_size: int
-    head_dim: int
     lanes: int
     dtype: jnp.dtype
 
@@ -33,7 +32,7 @@ class PageSpec:
         if platform == "tpu":
             lanes = -(-lanes // 128) * 128
         bits = platform == "cpu" and dtype == "bfloat16"
-        return cls(num_kv_heads, page_size, head_dim, lanes, jnp.dtype("uint16" if bits else dtype))
+        return cls(num_kv_heads, page_size, lanes, jnp.dtype("uint16" if bits else dtype))
 
     def shape(self, num_pages: int) -> tuple[int, int, int, int]:
         """`[P, K, p, lanes]`."""
@@ -82,9 +81,7 @@ def write_kv(
 
 
 def read_pages(pages: Array, page_ids: Array, *, layer: Array | None = None) -> Array:
-    """The pages of `page_ids` `[..., M]` as `[..., M, K, p, lanes]`; ids out of range give some
-    page.
-    """
+    """`[..., M, K, p, lanes]`: the pages of ids `[..., M]`; any page for an id out of range."""
     if layer is None:
         return pages.at[page_ids].get(mode="clip")
     return pages.at[layer, page_ids].get(mode="clip")
