@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-DTYPES = ("float32", "bfloat16", "float16")
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DTYPES = tuple(DTYPE_BYTES)
 
 
 def require(condition: bool, message: str) -> None:
@@ -57,7 +57,14 @@ class RopeConfig:
             self.dim > 0 and self.dim % 2 == 0,
             f"RopeConfig.dim={self.dim} must be positive and even.",
         )
-        require(self.factor > 0, f"RopeConfig.factor={self.factor} must be positive.")
+        for name in ("theta", "factor"):
+            value = getattr(self, name)
+            require(value > 0, f"RopeConfig.{name}={value} must be positive.")
+        require(
+            self.kind != "llama3" or self.low_freq_factor < self.high_freq_factor,
+            f"RopeConfig.low_freq_factor={self.low_freq_factor} must be less than "
+            f"high_freq_factor={self.high_freq_factor}.",
+        )
         if self.kind == "longrope":
             for name in ("short_factor", "long_factor"):
                 count = len(getattr(self, name))
@@ -159,6 +166,7 @@ class EngineConfig:
         num_pages: pages of the pool; None: enough for every row at max_model_len.
         prefill_chunk: most prompt tokens that one prefill call computes.
         max_window: most decode steps in one dispatch.
+        kv_dtype: of the cached keys and values; None: that of the params.
     """
 
     max_model_len: int = 2048
@@ -167,13 +175,15 @@ class EngineConfig:
     num_pages: int | None = None
     prefill_chunk: int = 512
     max_window: int = 8
-    dtype: str = "bfloat16"
     kv_dtype: str | None = None
 
     def __post_init__(self):
         for name in ("max_model_len", "max_num_seqs", "page_size", "prefill_chunk", "max_window"):
             value = getattr(self, name)
-            require(value >= 1, f"EngineConfig.{name}={value} must be at least 1.")
+            require(
+                isinstance(value, int) and value >= 1,
+                f"EngineConfig.{name}={value!r} must be an integer of at least 1.",
+            )
         require(
             self.max_model_len % self.page_size == 0,
             f"EngineConfig.page_size={self.page_size} does not divide "
@@ -184,13 +194,11 @@ class EngineConfig:
             self.num_pages is None or self.num_pages >= 1,
             f"EngineConfig.num_pages={self.num_pages} must be at least 1, or None.",
         )
-        for name in ("dtype", "kv_dtype"):
-            value = getattr(self, name)
-            require(
-                value in DTYPES or (value is None and name == "kv_dtype"),
-                f"EngineConfig.{name}={value!r} is not supported. "
-                f"Choose one of {', '.join(DTYPES)}.",
-            )
+        require(
+            self.kv_dtype is None or self.kv_dtype in DTYPES,
+            f"EngineConfig.kv_dtype={self.kv_dtype!r} is not supported. "
+            f"Choose one of {', '.join(DTYPES)}.",
+        )
 
     @property
     def pages_per_seq(self) -> int:
@@ -203,5 +211,5 @@ class EngineConfig:
         return CacheConfig(
             num_pages=self.num_pages or self.max_num_seqs * self.pages_per_seq,
             page_size=self.page_size,
-            dtype=self.kv_dtype or self.dtype,
+            dtype=self.kv_dtype or "bfloat16",
         )

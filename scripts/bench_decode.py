@@ -42,7 +42,7 @@ def seconds(run) -> float:
 def make_engine(model, params, dtype: str, num_rows: int, max_model_len: int) -> jaxinfer.Engine:
     """An engine for `num_rows` requests, everything compiled."""
     config = jaxinfer.EngineConfig(
-        max_model_len=max_model_len, max_num_seqs=num_rows, dtype=dtype, max_window=8
+        max_model_len=max_model_len, max_num_seqs=num_rows, kv_dtype=dtype, max_window=8
     )
     return jaxinfer.Engine(model, params, config, eos_ids=(), compile_ahead=True)
 

@@ -77,13 +77,16 @@ def join_biases(pairs: Sequence[tuple[int, float]]) -> dict[int, float]:
 
 
 ENGINE_OPTIONS = (
-    Option("dtype", str, "type of weights and activations", choices=DTYPES),
+    Option("dtype", str, "type of the weights (default: bfloat16)", choices=DTYPES),
+    Option("kv_dtype", str, "type of the KV cache (default: that of the weights)", choices=DTYPES),
     Option(
         "max_model_len", int, "most tokens, prompt and output, of one request, if the model can"
     ),
     Option("max_num_seqs", int, "most requests that decode together; 1 for a single prompt"),
     Option("page_size", int, "tokens in a page of the KV cache"),
     Option("num_pages", int, "pages in the KV cache (default: enough for every row)"),
+    Option("prefill_chunk", int, "most prompt tokens computed at once"),
+    Option("max_window", int, "most decode steps between two looks of the host"),
     Option("attention", str, "attention backend (default: by platform)", metavar="NAME"),
 )
 

@@ -1,6 +1,6 @@
 """The pure parts: pytrees in, pytrees out; no state, nothing of the host."""
 
-from jaxinfer.compute.cache import init_cache, page_spec
+from jaxinfer.compute.cache import init_cache
 from jaxinfer.compute.decoder import Decoder, stack_layers
 from jaxinfer.compute.generate import generate
 from jaxinfer.compute.prefill_batch import make_prefill_batch
@@ -32,7 +32,6 @@ __all__ = [
     "init_cache",
     "make_prefill_batch",
     "make_sampling_state",
-    "page_spec",
     "prefill_step",
     "stack_layers",
     "start_decode",

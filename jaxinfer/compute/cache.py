@@ -10,19 +10,25 @@ from jaxinfer.config import CacheConfig, ModelConfig
 from pallas_kernels.paged_attention import PageSpec
 
 
-def page_spec(config: ModelConfig, cache: CacheConfig, platform: str | None = None) -> PageSpec:
-    """The page of this model and cache on `platform` (None: the default backend's)."""
-    platform = platform or jax.default_backend()
-    return PageSpec.of(config.num_kv_heads, cache.page_size, config.head_dim, cache.dtype, platform)
-
-
-def init_cache(config: ModelConfig, cache: CacheConfig, *, stacked: bool = False) -> KVCache:
+def init_cache(
+    config: ModelConfig,
+    cache: CacheConfig,
+    *,
+    stacked: bool = False,
+    platform: str | None = None,
+) -> KVCache:
     """An empty cache: one array of pages per layer, or one for all if `stacked` (layers scanned).
 
     Takes `num_layers * num_pages * page bytes` of device memory, all of it now. Safe to call inside
-    `jit`.
+    `jit`. The pages are those that `platform` wants; None: the default backend.
     """
-    spec = page_spec(config, cache)
+    spec = PageSpec.of(
+        config.num_kv_heads,
+        cache.page_size,
+        config.head_dim,
+        cache.dtype,
+        platform or jax.default_backend(),
+    )
     shape = spec.shape(cache.num_pages)
     if stacked:
         return KVCache(pages=jnp.zeros((config.num_layers, *shape), spec.dtype))

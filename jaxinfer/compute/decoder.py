@@ -11,10 +11,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxinfer.compute.attention import Attention
-from jaxinfer.compute.layers import GatedMLP, RMSNorm, matmul
+from jaxinfer.compute.layers import ACTIVATIONS, GatedMLP, RMSNorm, matmul
 from jaxinfer.compute.rope import rope_phases
 from jaxinfer.compute.types import KVCache
-from jaxinfer.config import ModelConfig
+from jaxinfer.config import ModelConfig, require
+from pallas_kernels.paged_attention import IMPLEMENTATIONS
 
 Params = Any  # nested dicts of arrays; `layers` a tuple of them, or one of stacked arrays
 
@@ -51,6 +52,18 @@ class Decoder:
 
     config: ModelConfig
     attention: str | None = None
+
+    def __post_init__(self):
+        require(
+            self.attention is None or self.attention in IMPLEMENTATIONS,
+            f"attention={self.attention!r} is unknown. "
+            f"Choose one of {', '.join(IMPLEMENTATIONS)}, or None.",
+        )
+        activation = self.config.activation
+        require(
+            activation in ACTIVATIONS,
+            f"ModelConfig.activation={activation!r} is unknown. Known: {', '.join(ACTIVATIONS)}.",
+        )
 
     def init(self, key: Array, dtype: str = "float32") -> Params:
         """Random params: `{"embed", "layers": (one dict a layer), "norm", "head" unless tied}`."""

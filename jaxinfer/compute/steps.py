@@ -6,6 +6,8 @@ All take and return pytrees, hold no state and may stand inside the caller's own
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
@@ -20,6 +22,7 @@ from jaxinfer.compute.types import (
     SamplingState,
     StepOutput,
 )
+from jaxinfer.config import require
 
 
 def prefill_step(
@@ -86,6 +89,12 @@ def start_decode(
     )
 
 
+def only_active(sampling: SamplingState, active_B: Array) -> SamplingState:
+    """The state with the other rows made greedy: the sampler does no work for them."""
+    temperature_B = jnp.where(active_B, sampling.temperature_B, 0.0)
+    return dataclasses.replace(sampling, temperature_B=temperature_B)
+
+
 def is_stop(tokens_B: Array, sampling: SamplingState) -> Array:
     """Whether each row's token is one of its stop ids."""
     return jnp.any(tokens_B[:, None] == sampling.stop_ids_BC, axis=-1) & (tokens_B >= 0)
@@ -108,7 +117,8 @@ def decode_step(
         tokens_B1 = jnp.maximum(state.tokens_B, 0)[:, None]
         cache, x_B1D = model(params, cache, tokens_B1, state.page_table_BM, context_lens_B, step_B)
         logits_BV = model.unembed(params, x_B1D[:, 0])
-        sampled_B = sample(logits_BV, state.sampling, context_lens_B, logits_hook=logits_hook)
+        sampling = only_active(state.sampling, active_B)
+        sampled_B = sample(logits_BV, sampling, context_lens_B, logits_hook=logits_hook)
         going_on_B = active_B & ~is_stop(sampled_B, state.sampling)
         state = DecodeState(
             tokens_B=jnp.where(active_B, sampled_B, state.tokens_B),
@@ -133,7 +143,7 @@ def decode_window(
 ) -> tuple[KVCache, DecodeState, StepOutput]:
     """`(cache, state, output)` after `num_steps` decode steps; `tokens_BW`, W = max_steps.
 
-    `num_steps` is traced, so one executable serves every length up to `max_steps`. Each row stops
+    `num_steps` may be traced: one executable serves every length up to `max_steps`. Each row stops
     by itself (stop id or budget); the loop ends early only when all have.
     """
 
@@ -148,6 +158,11 @@ def decode_window(
         return step + 1, cache, state, tokens_BW
 
     tokens_BW = jnp.full((state.tokens_B.shape[0], max_steps), -1, jnp.int32)
+    if isinstance(num_steps, int):
+        require(
+            num_steps <= max_steps,
+            f"num_steps={num_steps} exceeds max_steps={max_steps}. Raise max_steps.",
+        )
     num_steps = jnp.minimum(jnp.asarray(num_steps, jnp.int32), max_steps)
     carry = (jnp.int32(0), cache, state, tokens_BW)
     _, cache, state, tokens_BW = lax.while_loop(going_on, body, carry)

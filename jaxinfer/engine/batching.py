@@ -79,16 +79,15 @@ def start_batch(chunks: Sequence[Chunk], num_starts: int, num_rows: int) -> Star
 
 
 def decode_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """The numbers of rows that decode windows are compiled for: 4, 8, 16, ... up to `max_num_seqs`.
+    """The numbers of rows that decode windows are compiled for: 1, 4, 8, 16, ... `max_num_seqs`.
 
-    A step costs what its rows cost, so a lone request must not pay for all; below 4 nothing is
-    saved.
+    A step costs what its rows cost, so a lone request must not pay for all.
     """
-    sizes, size = [], 4
+    sizes, size = [1], 4
     while size < max_num_seqs:
         sizes.append(size)
         size *= 2
-    return (*sizes, max(max_num_seqs, 4))
+    return (*sizes, max_num_seqs) if max_num_seqs > 1 else (1,)
 
 
 def decode_batch(rows: Sequence[int], sizes: Sequence[int], num_rows: int) -> np.ndarray:

@@ -16,7 +16,7 @@ from jax import lax
 from jaxinfer.compute.decoder import Decoder, Params
 from jaxinfer.compute.logits import LogitsHook
 from jaxinfer.compute.sampling import sample
-from jaxinfer.compute.steps import decode_window, prefill_hidden, start_decode
+from jaxinfer.compute.steps import decode_window, only_active, prefill_hidden, start_decode
 from jaxinfer.compute.types import Array, DecodeState, KVCache, PrefillBatch, pytree
 
 
@@ -141,8 +141,10 @@ def start_rows(
     rows = _take_rows(state, starts.rows_B)
     rows = dataclasses.replace(rows, context_lens_B=starts.context_lens_B)
     logits_BV = model.unembed(params, x_BD)
-    tokens_B = sample(logits_BV, rows.sampling, rows.context_lens_B, logits_hook=logits_hook)
-    tokens_B = jnp.where(starts.rows_B < state.tokens_B.shape[0], tokens_B, -1)
+    is_row_B = starts.rows_B < state.tokens_B.shape[0]
+    sampling = only_active(rows.sampling, is_row_B)
+    tokens_B = sample(logits_BV, sampling, rows.context_lens_B, logits_hook=logits_hook)
+    tokens_B = jnp.where(is_row_B, tokens_B, -1)
     rows = start_decode(rows, rows.sampling, tokens_B, starts.max_tokens_B)
     return _put_rows(state, starts.rows_B, rows), tokens_B
 

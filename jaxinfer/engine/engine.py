@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import time
 from collections import deque
@@ -14,6 +15,7 @@ from jax import Array
 from jaxinfer.compute.decoder import Decoder, Params
 from jaxinfer.compute.logits import LogitsHook
 from jaxinfer.compute.sampling_state import fresh_seed
+from jaxinfer.compute.types import DecodeState
 from jaxinfer.config import EngineConfig, require
 from jaxinfer.engine.batching import decode_batch, prefill_batch, request_row, start_batch
 from jaxinfer.engine.executor import Executor
@@ -74,6 +76,8 @@ class Engine:
             f"max_model_len={config.max_model_len} exceeds the model's max_position="
             f"{model.config.max_position}. Lower max_model_len.",
         )
+        if config.kv_dtype is None:
+            config = dataclasses.replace(config, kv_dtype=str(params["embed"]["weight"].dtype))
         self.config = config
         self.vocab_size = model.config.vocab_size
         self.num_valid_ids = self.vocab_size if num_valid_ids is None else num_valid_ids
@@ -92,6 +96,8 @@ class Engine:
             self._executor.compile(progress)
         self._requests: dict[str, Request] = {}
         self._underway: deque[_Underway] = deque()
+        self._ready: list[TokenOutput] = []
+        self._failure: BaseException | None = None
         self._ids = itertools.count()
 
     @property
@@ -132,25 +138,35 @@ class Engine:
         """Returns None; the request, if not over, ends as "cancelled"; its pages are free."""
         row = self.scheduler.cancel(request_id)
         self._requests.pop(request_id, None)
-        if row is not None:
+        if row is not None and self._failure is None:
             self._executor.stop_row(row)
 
     def step(self) -> list[TokenOutput]:
         """What the device has finished since the last step; empty while the first tokens are under
         way.
         """
-        plan = self.scheduler.schedule(time.perf_counter())
-        for request in plan.admitted:
-            assert request.row is not None
-            self._executor.write_row(request.row, self._row_of(request))
-        self._dispatch(plan)
+        if self._failure is not None:
+            raise RuntimeError(
+                f"The engine stopped when a step failed ({self._failure!r}). Make a new one."
+            )
+        num_before = len(self._underway)
+        try:
+            plan = self.scheduler.schedule(time.perf_counter())
+            for request in plan.admitted:
+                assert request.row is not None
+                self._executor.write_row(request.row, self._row_of(request))
+            self._dispatch(plan)
+        except BaseException as failure:
+            # Host and device may disagree from here on.
+            self._failure = failure
+            raise
         # What was just dispatched keeps the device busy while the host reads what came before.
-        keep = 0 if plan.is_empty else 1
-        outputs: list[TokenOutput] = []
+        keep = min(1, len(self._underway) - num_before)
         while len(self._underway) > keep:
-            outputs += self._read(self._underway.popleft())
-        assert outputs or self._underway or not self.has_work or not plan.is_empty, "stuck"
-        return outputs
+            self._read()
+        ready, self._ready = self._ready, []
+        assert ready or self._underway or not self.has_work or not plan.is_empty, "stuck"
+        return ready
 
     def check_integrity(self) -> None:
         """Returns None if every page and row is held exactly once or free; AssertionError
@@ -172,23 +188,22 @@ class Engine:
             tokens_BW = executor.decode(rows_B, plan.num_steps)
             self._underway.append(_Underway(tokens_BW, tuple(r for _, r in plan.decode)))
 
-    def _read(self, underway: _Underway) -> list[TokenOutput]:
-        """The outputs of one prefill or window, waited for."""
-        tokens_BW = self._executor.fetch(underway.tokens)
+    def _read(self) -> None:
+        """Makes the outputs of the oldest work under way ready; interrupted, it loses nothing."""
+        tokens_BW = self._executor.fetch(self._underway[0].tokens)
+        requests = self._underway.popleft().requests
         tokens_BW = tokens_BW.reshape(len(tokens_BW), -1)
         now = time.perf_counter()
-        outputs = []
-        for request, tokens_W in zip(underway.requests, tokens_BW, strict=False):
+        for request, tokens_W in zip(requests, tokens_BW, strict=False):
             new_ids = tuple(int(token) for token in tokens_W if token >= 0)
             if not new_ids or request.finish_reason is not None:
                 continue
             reason = self.scheduler.update(request, new_ids, now)
             if reason is not None:
                 del self._requests[request.id]
-            outputs.append(TokenOutput(request, new_ids, reason))
-        return outputs
+            self._ready.append(TokenOutput(request, new_ids, reason))
 
-    def _row_of(self, request: Request):
+    def _row_of(self, request: Request) -> DecodeState:
         return request_row(
             request,
             self.config,

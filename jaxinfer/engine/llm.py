@@ -79,7 +79,11 @@ class LLM:
         checkpoint = open_checkpoint(resolve(model))
         if max_model_len is None:
             longest = min(DEFAULT_MODEL_LEN, checkpoint.config.max_position)
-            max_model_len = longest - longest % max(page_size, 1)
+            require(
+                1 <= page_size <= longest,
+                f"page_size={page_size} must be in 1 .. {longest}, the tokens of a request.",
+            )
+            max_model_len = longest - longest % page_size
         config = EngineConfig(
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
@@ -87,8 +91,7 @@ class LLM:
             num_pages=num_pages,
             prefill_chunk=prefill_chunk,
             max_window=max_window,
-            dtype=dtype,
-            kv_dtype=kv_dtype,
+            kv_dtype=kv_dtype or dtype,
         )
         self.tokenizer = _tokenizer_of(checkpoint)
         keep_compiled_programs()

@@ -21,7 +21,7 @@ CONFIG = EngineConfig(
     num_pages=24,
     prefill_chunk=64,
     max_window=4,
-    dtype="float32",
+    kv_dtype="float32",
 )
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 # A greedy row that asks for this top_k produces SCRIPT[0], SCRIPT[1], ...; see `script`.

@@ -18,7 +18,7 @@ def plain_engine(monkeypatch, wide):
     monkeypatch.setattr("jaxinfer.engine.engine.Executor", PlainDevice)
 
     def make(**fields):
-        return Engine(wide.model, wide.params, EngineConfig(dtype="float32", **fields))
+        return Engine(wide.model, wide.params, EngineConfig(kv_dtype="float32", **fields))
 
     return make
 
@@ -128,3 +128,58 @@ def test_eos_ids_end_outputs_unless_ignored(plain_engine):
     assert got == [hashed_output(*job, 64, eos_ids=engine.eos_ids) for job in jobs]
     assert "stop" in {reason for _, reason in got}
     assert EOS not in engine.eos_ids
+
+
+def test_a_long_prompt_does_not_hold_back_what_others_have_finished(plain_engine):
+    """The last window of one request is read in the step after it, not after another's prefill."""
+    engine = plain_engine(
+        max_model_len=512, max_num_seqs=2, page_size=8, prefill_chunk=32, max_window=4
+    )
+    params = SamplingParams(max_tokens=6)
+    first = engine.add_request(prompt_of(8, 1), params)
+    while len(first.output_ids) < 5:
+        engine.step()
+    engine.add_request(prompt_of(256, 2), params)
+    engine.step()
+    engine.step()
+    assert first.finish_reason is not None
+    drain(engine)
+
+
+def test_a_failed_step_stops_the_engine_with_its_reason(plain_engine, monkeypatch):
+    engine = plain_engine(max_model_len=64, max_num_seqs=2, page_size=8)
+    request = engine.add_request(prompt_of(8, 1), SamplingParams())
+
+    def fail(*arguments):
+        raise MemoryError("out of device memory")
+
+    monkeypatch.setattr(PlainDevice, "prefill", fail)
+    with pytest.raises(MemoryError):
+        engine.step()
+    with pytest.raises(RuntimeError, match="out of device memory.*Make a new one"):
+        engine.step()
+    engine.cancel(request.id)
+    assert request.finish_reason == "cancelled"
+
+
+def test_an_interrupted_read_loses_no_token(plain_engine, monkeypatch):
+    engine = plain_engine(max_model_len=64, max_num_seqs=2, page_size=8)
+    job = prompt_of(8, 1), SamplingParams(max_tokens=9)
+    request = engine.add_request(*job)
+    fetch, calls = PlainDevice.fetch, itertools.count()
+
+    def interrupted(self, array):
+        if next(calls) % 2 == 0:
+            raise KeyboardInterrupt
+        return fetch(self, array)
+
+    monkeypatch.setattr(PlainDevice, "fetch", interrupted)
+    produced = []
+    while engine.has_work:
+        try:
+            for output in engine.step():
+                produced += output.new_ids
+        except KeyboardInterrupt:
+            continue
+    assert result(request) == hashed_output(*job, 64)
+    assert produced == request.output_ids

@@ -38,7 +38,7 @@ def loaded():
 
 def test_greedy_ids(loaded, references):
     """All prompts at once, in chunks, through the engine: the ids up to the first tie."""
-    config = jaxinfer.EngineConfig(max_model_len=1600, max_num_seqs=32, dtype="float32")
+    config = jaxinfer.EngineConfig(max_model_len=1600, max_num_seqs=32, kv_dtype="float32")
     engine = jaxinfer.Engine(*loaded, config, eos_ids=())
     params = jaxinfer.SamplingParams(temperature=0.0, max_tokens=64)
     requests = [engine.add_request(ref["prompt_ids"], params) for ref in references]
