@@ -13,7 +13,7 @@ from jax import Array, lax
 
 from pallas_kernels.paged_attention.layout import from_storage, read_pages
 
-MIN_ROWS = 4
+MIN_ROWS = 3
 KEYS_PER_GROUP = 128
 # A tile is either some sequences with few queries each, or many queries of one sequence.
 SEQUENCES_PER_TILE = 4

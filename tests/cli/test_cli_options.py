@@ -42,7 +42,7 @@ def test_engine_options_are_keywords_of_the_model_with_the_defaults_that_help_sh
     assert keywords.keys() >= engine_keywords(parse()).keys()
     shown = {field.name: field.default for field in dataclasses.fields(EngineConfig)}
     shown["max_model_len"] = None  # as much of what is shown as the model can
-    shown["dtype"] = "bfloat16"  # of the weights: the engine has no say in it
+    shown |= {"dtype": "bfloat16", "attention": None}  # of the model: not the engine's
     for option in ENGINE_OPTIONS:
         assert keywords[option.name].default == shown[option.name]
 
