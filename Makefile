@@ -7,7 +7,7 @@ PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3
 	then echo $$python; break; fi; done)
 
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --disable-pip-version-check
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 QUESTION ?= Why is the sky blue? Answer in three sentences.
 
 .PHONY: demo test test-slow lint
@@ -36,9 +36,11 @@ $(BIN)/pip:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: pyproject.toml | $(BIN)/pip
-	$(PIP) --editable .
+	@echo "Installing into $(VENV) ..."
+	@$(PIP) --editable .
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml | $(BIN)/pip
-	$(PIP) --editable '.[dev]'
+	@echo "Installing into $(VENV), with what the tests need ..."
+	@$(PIP) --editable '.[dev]'
 	@touch $@ $(VENV)/.installed
