@@ -57,7 +57,7 @@ class SamplingParams:
             One that would leave no token to sample yields for that step.
         max_tokens: most tokens to generate. A request also ends when max_model_len is reached.
         min_tokens: tokens to generate before one of the stop ids may be sampled.
-        stop: strings that end the text (reserved: refused so far).
+        stop: strings that end the text, which stops before them; sought once min_tokens are there.
         stop_token_ids: ids that end the output, besides the model's own EOS.
         ignore_eos: go on past the model's own EOS.
         seed: the draws are a function of (seed, prompt, sample index, position); None: a fresh one.
@@ -114,6 +114,7 @@ class SamplingParams:
             "SamplingParams.allowed_token_ids is empty. Use None to allow every token.",
         )
         self._set("bad_words", _words(self.bad_words))
+        self._set("stop", _stops(self.stop))
         self._set("stop_token_ids", _ids("stop_token_ids", self.stop_token_ids))
         _require_fits("stop_token_ids", self.stop_token_ids, MAX_STOP_IDS)
 
@@ -122,7 +123,6 @@ class SamplingParams:
 
     def _refuse_reserved(self) -> None:
         defaults = {
-            "stop": None,
             "n": 1,
             "logprobs": None,
             "prompt_logprobs": None,
@@ -250,6 +250,23 @@ def _bias(values: Any) -> dict[int, float] | None:
             "To forbid a token use bad_words.",
         )
     return biases
+
+
+def _stops(stop: Any) -> tuple[str, ...] | None:
+    """The stop strings as a tuple; None if there are none."""
+    if stop is None:
+        return None
+    require(
+        isinstance(stop, Sequence),
+        f"SamplingParams.stop={stop!r} is neither a string nor a list of strings.",
+    )
+    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    for text in stops:
+        require(
+            isinstance(text, str) and text != "",
+            f"SamplingParams.stop holds {text!r}. Use strings of at least one character.",
+        )
+    return stops or None
 
 
 def _words(values: Any) -> tuple[str | tuple[int, ...], ...] | None:

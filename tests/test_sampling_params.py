@@ -38,7 +38,7 @@ NAN, INF = float("nan"), float("inf")
         ("bad_words", [[1] * (MAX_BAD_WORD_TOKENS + 1)]),
         ("stop_token_ids", [-1]), ("stop_token_ids", list(range(MAX_STOP_IDS + 1))),
         ("stop_token_ids", "5"), ("ignore_eos", 1),
-        ("stop", "x"), ("stop", ["x"]), ("n", 2), ("n", 0), ("n", True), ("logprobs", 0),
+        ("n", 2), ("n", 0), ("n", True), ("logprobs", 0),
         ("logprobs", 5), ("prompt_logprobs", 1), ("logprobs_mode", "processed"),
     ],
 )  # fmt: skip

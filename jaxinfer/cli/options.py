@@ -110,6 +110,9 @@ SAMPLING_OPTIONS = (
     Option("bad_words", parse_word, "never write WORD; may be repeated", "WORD", repeats=True),
     Option("max_tokens", int, "most tokens to generate"),
     Option("min_tokens", int, "tokens to generate before one may end the answer"),
+    Option(
+        "stop", parse_word, "end the text before STRING; may be repeated", "STRING", repeats=True
+    ),
     Option("stop_token_ids", parse_ids, "end the answer at these too", "ID,...", repeats=True),
     Option("ignore_eos", None, "go on past the model's own end of text"),
     Option("seed", int, "makes sampling repeatable (default: a fresh one, reported)"),

@@ -136,8 +136,21 @@ class Engine:
 
     def cancel(self, request_id: str) -> None:
         """Returns None; the request, if not over, ends as "cancelled"; its pages are free."""
-        row = self.scheduler.cancel(request_id)
-        self._requests.pop(request_id, None)
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._end(request, "cancelled")
+
+    def stop(self, request: Request, num_output: int) -> None:
+        """Returns None; the request is over as "stop", with the first `num_output` of its tokens.
+
+        For an end that only its text shows. It may have ended by itself meanwhile.
+        """
+        self._end(request, "stop")
+        request.cut(num_output)
+
+    def _end(self, request: Request, reason: str) -> None:
+        self._requests.pop(request.id, None)
+        row = self.scheduler.finish(request, reason)
         if row is not None and self._failure is None:
             self._executor.stop_row(row)
 

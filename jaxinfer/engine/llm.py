@@ -22,6 +22,7 @@ from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.sched import Request
 from jaxinfer.text import (
     IncrementalDetokenizer,
+    StopMatcher,
     Tokenizer,
     encode_chat,
     load_tokenizer,
@@ -201,7 +202,7 @@ class LLM:
         params = self._with_word_ids(params or SamplingParams())
         request = self._engine.add_request(ids, params)
         text = prompt if isinstance(prompt, str) else None
-        answer = _Answer(request, text, IncrementalDetokenizer(self.tokenizer))
+        answer = _Answer(request, text, self.tokenizer)
         self._answers[request.id] = answer
         return answer
 
@@ -219,8 +220,11 @@ class LLM:
     def _step(self) -> None:
         """Advances every request; what is new waits in its answer."""
         for output in self._engine.step():
-            self._answers[output.request.id].take(output)
-            if output.finish_reason is not None:
+            answer = self._answers[output.request.id]
+            num_output = answer.take(output)
+            if num_output is not None:
+                self._engine.stop(output.request, num_output)
+            if answer.is_over:
                 del self._answers[output.request.id]
 
     def _cancel(self, request_id: str) -> None:
@@ -261,11 +265,13 @@ class RequestStream(Iterator[RequestOutput]):
 class _Answer:
     """The text of one request so far, and how much of it nobody has seen yet."""
 
-    def __init__(self, request: Request, prompt: str | None, detokenizer: IncrementalDetokenizer):
+    def __init__(self, request: Request, prompt: str | None, tokenizer: Tokenizer):
         self.request = request
         self.has_news = False
         self._prompt = prompt
-        self._detokenizer = detokenizer
+        self._detokenizer = IncrementalDetokenizer(tokenizer)
+        self._stops = StopMatcher(request.params.stop or ())
+        self._num_taken = 0
         self._text = ""
         self._num_seen = 0
 
@@ -274,13 +280,28 @@ class _Answer:
         """Whether no more comes."""
         return self.request.finish_reason is not None
 
-    def take(self, output: TokenOutput) -> None:
-        """Adds the tokens of one step."""
-        shown = output.new_ids[:-1] if output.finish_reason == "stop" else output.new_ids
-        self._text += self._detokenizer.add(shown)
-        if output.finish_reason is not None:
-            self._text += self._detokenizer.finish()
+    def take(self, output: TokenOutput) -> int | None:
+        """Adds the tokens of one step; how many to keep if a stop string ends them, or None."""
         self.has_news = True
+        for i, token in enumerate(output.new_ids):
+            self._num_taken += 1
+            is_end = output.finish_reason == "stop" and i == len(output.new_ids) - 1
+            if self._add("" if is_end else self._detokenizer.add(token)):
+                return self._num_taken
+        if output.finish_reason is not None:
+            if self._add(self._detokenizer.finish()):
+                return self._num_taken
+            self._text += self._stops.finish()
+        return None
+
+    def _add(self, text: str) -> bool:
+        """Whether `text`, now added as far as it is certain, completes a stop string."""
+        if self._num_taken < self.request.params.min_tokens:
+            self._text += text
+            return False
+        certain, stopped = self._stops.add(text)
+        self._text += certain
+        return stopped
 
     def snapshot(self) -> RequestOutput:
         """The output so far; its delta is what came since the last snapshot."""
@@ -305,6 +326,8 @@ class _Answer:
 
 def _tokenizer_of(checkpoint: Checkpoint) -> Tokenizer:
     """The tokenizer that came with the weights."""
-    if checkpoint.path.is_dir():
-        return load_tokenizer(checkpoint.path)
-    return tokenizer_from_gguf(checkpoint.reader.metadata)
+    metadata = checkpoint.reader.metadata
+    # An Orbax folder keeps the form of tokenizer that its source had.
+    if checkpoint.path.is_file() or "tokenizer.ggml.model" in metadata:
+        return tokenizer_from_gguf(metadata)
+    return load_tokenizer(checkpoint.path)

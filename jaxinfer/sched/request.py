@@ -86,6 +86,12 @@ class Request:
         output = self.output_ids[max(start - num_prompt, 0) : max(end - num_prompt, 0)]
         return [*self.prompt_ids[start:end], *output]
 
+    def cut(self, num_output: int) -> None:
+        """Returns None; the output ends after `num_output` tokens, at a stop string."""
+        assert self.status is Status.FINISHED, f"{self.id} still runs"
+        del self.output_ids[num_output:]
+        self.finish_reason = "stop"
+
     def append(self, token: int) -> str | None:
         """The finish reason that `token`, the next of the output, brings; None to go on."""
         self.output_ids.append(token)

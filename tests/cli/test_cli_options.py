@@ -22,7 +22,7 @@ from jaxinfer.engine import outputs
 from jaxinfer.sampling_params import SamplingParams
 
 # Fields that a request is refused for so far, so no option offers them.
-RESERVED = {"stop", "n", "logprobs", "prompt_logprobs", "logprobs_mode"}
+RESERVED = {"n", "logprobs", "prompt_logprobs", "logprobs_mode"}
 
 
 def parse(*argv: str) -> argparse.Namespace:
