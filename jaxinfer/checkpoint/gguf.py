@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 
-from jaxinfer.checkpoint.reader import Reader, TensorEntry, check_extent, read_bytes
+from jaxinfer.checkpoint.rows import RowReader, TensorEntry, check_extent, read_bytes
 from jaxinfer.config import ModelConfig
 from jaxinfer.models import family_of, family_of_gguf
 from jaxinfer.models.gguf import ROPE_DIVISORS
@@ -40,7 +40,7 @@ _SCALARS: tuple[tuple[int, str], ...] = (
 )
 
 
-class GGUFReader(Reader):
+class GGUFReader(RowReader):
     """One GGUF file. `metadata` holds its key/value pairs; arrays are lists."""
 
     def __init__(self, path: Path):

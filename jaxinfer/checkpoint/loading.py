@@ -1,35 +1,31 @@
 """From a checkpoint on disk to params on the device.
 
-Names, shapes and dtypes are checked first, all of them; then leaf after leaf is filled, part by
-part and some rows at a time, and placed. The host never holds more than one leaf not yet placed.
+Names, shapes and dtypes are checked first, all of them; then leaf after leaf is read and placed.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
-import ml_dtypes
 import numpy as np
 
 from jaxinfer.checkpoint.fetch import resolve
 from jaxinfer.checkpoint.gguf import GGUFReader
+from jaxinfer.checkpoint.orbax import OrbaxReader
 from jaxinfer.checkpoint.reader import Reader
 from jaxinfer.checkpoint.safetensors import SafetensorsReader
 from jaxinfer.config import DTYPES, ModelConfig, require
-from jaxinfer.models.weights import Leaf, LeafPath, Part, to_view, unflatten
+from jaxinfer.models.weights import Leaf, LeafPath, Part, leaf_at, unflatten
 
 if TYPE_CHECKING:
     from jaxinfer.compute.decoder import Decoder
 
-FORMATS: tuple[type[Reader], ...] = (GGUFReader, SafetensorsReader)
-
-# Elements that are read and converted at a time.
-_CHUNK = 1 << 20
+FORMATS: tuple[type[Reader[Any]], ...] = (GGUFReader, OrbaxReader, SafetensorsReader)
+_KINDS = "a GGUF file, a Hugging Face folder, or a folder that `jaxinfer convert` wrote"
 _MAX_SHOWN = 10
 
 
@@ -39,7 +35,7 @@ class Checkpoint:
 
     config: ModelConfig
     leaves: tuple[Leaf, ...]
-    reader: Reader
+    reader: Reader[Any]
 
     @property
     def path(self) -> Path:
@@ -48,20 +44,16 @@ class Checkpoint:
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
-    """The checkpoint at `path`: a GGUF file or a Hugging Face folder. Reads no weights.
+    """The checkpoint at `path`, in one of `FORMATS`. Reads no weights.
 
     Raises ValueError or FileNotFoundError if a file is missing, cut short or not understood, or if
     tensors are missing, unexpected or misshapen.
     """
     path = Path(path)
     if not path.exists():
-        raise FileNotFoundError(
-            f"{path} does not exist. Give a GGUF file or a Hugging Face folder."
-        )
+        raise FileNotFoundError(f"{path} does not exist. Give {_KINDS}.")
     formats = [reader for reader in FORMATS if reader.recognises(path)]
-    require(
-        bool(formats), f"{path} is not a checkpoint. Give a GGUF file or a Hugging Face folder."
-    )
+    require(bool(formats), f"{path} is not a checkpoint. Give {_KINDS}.")
     reader = formats[0](path)
     config = reader.config()
     leaves = reader.leaves(config)
@@ -80,7 +72,7 @@ def _parts(leaves: Iterable[Leaf]) -> Iterator[Part]:
     return (part for leaf in leaves for part in leaf.parts)
 
 
-def _faults(reader: Reader, leaves: tuple[Leaf, ...]) -> Iterator[str]:
+def _faults(reader: Reader[Any], leaves: tuple[Leaf, ...]) -> Iterator[str]:
     """What is wrong with the tensors of a checkpoint, a phrase each."""
     shapes = {part.name: part.shape for part in _parts(leaves)}
     copies = {copy: part.shape for part in _parts(leaves) for copy in part.copies}
@@ -106,7 +98,7 @@ def load(model: str | Path, *, dtype: str = "bfloat16") -> tuple[Decoder, dict[s
     """The model and its params, for use in programs of your own.
 
     Args:
-        model: an alias ("smollm2-135m"), a GGUF file, a Hugging Face folder, or a hub id.
+        model: an alias ("smollm2-135m"), a GGUF file, a Hugging Face or Orbax folder, or a hub id.
         dtype: of every leaf: "float32", "bfloat16" or "float16".
     """
     from jaxinfer.compute.decoder import Decoder  # noqa: PLC0415 (flax, which opening never needs)
@@ -124,7 +116,8 @@ def load_params(
     checkpoint: Checkpoint,
     *,
     dtype: str = "bfloat16",
-    place: Callable[[LeafPath, np.ndarray], jax.Array] = place_on_device,
+    place: Callable[[LeafPath, np.ndarray], jax.Array] | None = None,
+    shardings: Any = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
     """The params tree of `checkpoint`, every leaf in `dtype`.
@@ -132,74 +125,48 @@ def load_params(
     Args:
         dtype: "float32", "bfloat16" or "float16".
         place: puts a filled leaf on its device or devices, given its path; the array is its own.
+            None: the default device.
+        shardings: instead of `place`, a tree like the params with a `jax.sharding.Sharding` for
+            each leaf. From an Orbax folder each device then reads its own part; of the other
+            formats the host reads whole leaves.
         progress: called after each leaf with the number of weights done and of all.
 
     The host's peak is the placed leaves (where the device is the host), one leaf, and some
-    megabytes of rows on their way. Raises ValueError if a value overflows float16, or if a file of
-    a model with tied embeddings holds an output projection that differs from the embedding.
+    megabytes of rows on their way; from an Orbax folder it is some leaves, up to 256 MiB if each is
+    smaller than that. Raises ValueError if a value overflows float16, if a file of a model with
+    tied embeddings holds an output projection that differs from the embedding, or if `shardings`
+    lacks a leaf.
     """
     require(
         dtype in DTYPES,
         f"dtype={dtype!r} is not supported. Choose one of {', '.join(DTYPES)}.",
     )
-    _check_copies(checkpoint)
+    require(place is None or shardings is None, "Both place and shardings are given. Choose one.")
+    sharding_of = {} if shardings is None else _by_path(checkpoint.leaves, shardings)
     total = sum(leaf.size for leaf in checkpoint.leaves)
     done = 0
     arrays: dict[LeafPath, jax.Array] = {}
-    for leaf in checkpoint.leaves:
+    for leaf, array in checkpoint.reader.arrays(checkpoint.leaves, dtype, sharding_of):
         assert leaf.path not in arrays, f"{leaf.path} is assigned twice"
-        arrays[leaf.path] = place(leaf.path, read_leaf(checkpoint.reader, leaf, dtype))
+        if leaf.path in sharding_of:
+            placed = jax.block_until_ready(jax.device_put(array, sharding_of[leaf.path]))
+        else:
+            placed = (place or place_on_device)(leaf.path, np.asarray(array))
+        arrays[leaf.path] = placed
+        del array  # before the next one is read
         done += leaf.size
         if progress is not None:
             progress(done, total)
     return unflatten(arrays)
 
 
-def read_leaf(reader: Reader, leaf: Leaf, dtype: str) -> np.ndarray:
-    """`leaf` filled from the checkpoint, in `dtype`, on the host."""
-    array = np.empty(leaf.shape, _numpy_dtype(dtype))
-    for part in leaf.parts:
-        target = array[part.index]
-        for start, stop in _chunks(part):
-            first, last = start * part.rows, stop * part.rows
-            with np.errstate(over="ignore"):  # float16 is checked below, for every source dtype
-                # In one expression, so that no rows outlive their turn.
-                target[start:stop] = to_view(part, reader.read(part.name, first, last))
-        if dtype == "float16":
-            require(
-                bool(np.isfinite(target).all()),
-                f"{part.name} has values that float16 cannot hold (above 65504). "
-                'Use dtype="bfloat16".',
-            )
-    return array
-
-
-def _chunks(part: Part) -> Iterator[tuple[int, int]]:
-    """Ranges of the view's rows that cover it, each of about `_CHUNK` elements."""
-    num_rows = part.view[0]
-    step = max(1, _CHUNK * num_rows // math.prod(part.view))
-    return ((start, min(start + step, num_rows)) for start in range(0, num_rows, step))
-
-
-def _numpy_dtype(name: str) -> np.dtype:
-    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
-
-
-def _check_copies(checkpoint: Checkpoint) -> None:
-    """Raises ValueError if a tensor that must equal another one does not."""
-    reader = checkpoint.reader
-    for part in _parts(checkpoint.leaves):
-        for copy in part.copies:
-            if copy not in reader.tensors:
-                continue
-            for start, stop in _chunks(part):
-                rows = slice(start * part.rows, stop * part.rows)
-                same = np.array_equal(
-                    reader.read(part.name, rows.start, rows.stop),
-                    reader.read(copy, rows.start, rows.stop),
-                )
-                require(
-                    same,
-                    f"{checkpoint.path}: the settings tie {copy} to {part.name}, but the file has "
-                    "both and they differ. Set tie_word_embeddings to false to use both.",
-                )
+def _by_path(leaves: Iterable[Leaf], shardings: Any) -> dict[LeafPath, jax.sharding.Sharding]:
+    """The sharding of each leaf."""
+    found: dict[LeafPath, jax.sharding.Sharding] = {}
+    for leaf in leaves:
+        try:
+            found[leaf.path] = leaf_at(shardings, leaf.path)
+        except (KeyError, IndexError, TypeError):
+            name = ".".join(map(str, leaf.path))
+            raise ValueError(f"shardings has nothing for {name}. Give every leaf one.") from None
+    return found

@@ -1,41 +1,41 @@
 """`Reader`: the contract of a checkpoint format, one final implementation a file.
 
 A reader knows names, shapes and dtypes as soon as it is made, and has then checked that every byte
-is there; the values it reads on demand, rows at a time, so that no tensor need ever be held whole.
+is there; the values it reads on demand.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
+import jax
 import numpy as np
 
 from jaxinfer.config import ModelConfig
-from jaxinfer.models.weights import Leaf
+from jaxinfer.models.weights import Leaf, LeafPath
 
 
 @dataclass(frozen=True)
-class TensorEntry:
-    """A tensor as the file declares it.
+class TensorSpec:
+    """What a checkpoint says of a tensor.
 
     Attributes:
         shape: outermost axis first.
         dtype: the format's own name for how the values are stored.
-        path, offset, num_bytes: where the stored values lie.
     """
 
     shape: tuple[int, ...]
     dtype: str
-    path: Path
-    offset: int
-    num_bytes: int
 
 
-class Reader(ABC):
+Spec = TypeVar("Spec", bound=TensorSpec)
+
+
+class Reader(ABC, Generic[Spec]):
     """One opened checkpoint.
 
     Attributes:
@@ -46,7 +46,7 @@ class Reader(ABC):
 
     path: Path
     metadata: Mapping[str, Any]
-    tensors: Mapping[str, TensorEntry]
+    tensors: Mapping[str, Spec]
 
     @classmethod
     @abstractmethod
@@ -67,33 +67,29 @@ class Reader(ABC):
 
     @abstractmethod
     def is_readable(self, dtype: str) -> bool:
-        """Whether `read` knows values stored so."""
+        """Whether values stored so can be read."""
 
     @abstractmethod
     def is_ignored(self, name: str) -> bool:
         """Whether a tensor of this name may be there and is no weight."""
 
     @abstractmethod
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Rows `start..stop` along axis 0 in the stored dtype, or float32 where it is quantised."""
+    def arrays(
+        self,
+        leaves: Iterable[Leaf],
+        dtype: str,
+        shardings: Mapping[LeafPath, jax.sharding.Sharding],
+    ) -> Iterator[tuple[Leaf, np.ndarray | jax.Array]]:
+        """Each leaf with its values in `dtype`, on the host and the caller's own.
+
+        A format that can read a part of a leaf onto the device that wants it does so for the leaves
+        that have a sharding, and gives the placed array.
+        """
 
 
-def read_bytes(path: Path, offset: int, count: int) -> np.ndarray:
-    """`count` bytes of a file as uint8, in memory of their own (a map would keep its pages)."""
-    data = np.fromfile(path, np.uint8, count, offset=offset)
-    if data.size != count:
+def refuse_overflow(name: str, is_finite: bool) -> None:
+    """Raises ValueError unless the float16 values of a tensor are all finite."""
+    if not is_finite:
         raise ValueError(
-            f"{path} ended {count - data.size} bytes early while it was read. Fetch it again."
-        )
-    return data
-
-
-def check_extent(name: str, entry: TensorEntry) -> None:
-    """Raises ValueError if the file ends before the tensor does."""
-    size = entry.path.stat().st_size
-    end = entry.offset + entry.num_bytes
-    if end > size:
-        raise ValueError(
-            f"{entry.path} is cut short: it has {size} bytes, and tensor {name} ends at byte {end}"
-            ". Fetch it again."
+            f'{name} has values that float16 cannot hold (above 65504). Use dtype="bfloat16".'
         )

@@ -16,7 +16,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jaxinfer.checkpoint.reader import Reader, TensorEntry, check_extent, read_bytes
+from jaxinfer.checkpoint.rows import RowReader, TensorEntry, check_extent, read_bytes
 from jaxinfer.config import ModelConfig
 from jaxinfer.models import family_of, family_of_hf
 from jaxinfer.models.huggingface import token_ids
@@ -39,7 +39,7 @@ _MAX_HEADER_BYTES = 100_000_000
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
 
 
-class SafetensorsReader(Reader):
+class SafetensorsReader(RowReader):
     """A folder in Hugging Face form. Files that neither name nor index mentions are left alone.
 
     `metadata` is config.json; its `eos_token_id` holds the ids of generation_config.json as well.

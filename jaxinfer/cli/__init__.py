@@ -12,10 +12,10 @@ import sys
 from collections.abc import Sequence
 
 import jaxinfer
-from jaxinfer.cli import chat, fetch, generate, info
+from jaxinfer.cli import chat, convert, fetch, generate, info
 from jaxinfer.cli.options import UsageError
 
-COMMANDS = {"generate": generate, "chat": chat, "fetch": fetch, "info": info}
+COMMANDS = {"generate": generate, "chat": chat, "fetch": fetch, "convert": convert, "info": info}
 
 EXAMPLES = """\
 examples:
