@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 QUESTION ?= Why is the sky blue? Answer in three sentences.
 
-.PHONY: demo test test-slow lint
+.PHONY: demo test test-slow smoke lint
 
 # Fetches a small model once and streams its answer, with TTFT, TPOT and tokens/s.
 demo: $(VENV)/.installed
@@ -24,6 +24,11 @@ test: $(VENV)/.installed-dev
 
 test-slow: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m 'slow and not network and not gpu and not tpu'
+
+# The device programs, for another Python or JAX: make smoke VENV=.venv-newest PYTHON=python3.13
+smoke: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest tests/compute/test_decoder.py tests/engine/test_executor.py \
+		tests/engine/test_engine_fuzz.py tests/sched tests/checkpoint/test_loading.py
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
