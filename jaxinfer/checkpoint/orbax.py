@@ -47,7 +47,7 @@ TOKENIZER_FILES = (
 )
 _VERSION = 1
 
-# Most bytes in one piece of an array on disk: what a device reads at least.
+# Most bytes in one piece of an array on disk. A device reads whole pieces.
 _CHUNK_BYTES = 16 << 20
 # Leaves are read together up to so many bytes: a call costs about 50 ms, whatever it reads.
 _BATCH_BYTES = 256 << 20
@@ -182,9 +182,14 @@ def save_orbax(
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
         partial = Path(scratch) / folder.name
         partial.mkdir()
-        pieces = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES), params)
+        pieces = {
+            leaf.path: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES, shard_axes=_head_axes(leaf.path))
+            for leaf in family_of(config).weights(config)
+        }
         with _checkpointer() as checkpointer:
-            checkpointer.save(partial / PARAMS, args=ocp.args.PyTreeSave(params, save_args=pieces))
+            checkpointer.save(
+                partial / PARAMS, args=ocp.args.PyTreeSave(params, save_args=unflatten(pieces))
+            )
         if tokenizer_source is not None:
             _copy_tokenizer(Path(tokenizer_source), partial)
         files = (file for file in sorted(partial.rglob("*")) if file.is_file())
@@ -204,6 +209,19 @@ def _checkpointer() -> Checkpointer:
 
 def _name(path: Iterable[str | int]) -> str:
     return ".".join(map(str, path))
+
+
+def _head_axes(path: LeafPath) -> tuple[int, ...]:
+    """The axis of a leaf's heads, which is cut on disk because it is what devices share out.
+
+    Orbax cuts the other leaves along their longest axes, if they are large.
+    """
+    match path[-2:]:
+        case ("qkv", "weight"):
+            return (0,)
+        case ("out", "weight"):
+            return (1,)
+    return ()
 
 
 def _batches(leaves: Iterable[Leaf], itemsize: int) -> Iterator[tuple[Leaf, ...]]:

@@ -40,7 +40,7 @@ class LLM:
     """A loaded model that answers prompts.
 
     Args:
-        model: an alias ("smollm2-135m"), a GGUF file, a Hugging Face folder, or a hub id.
+        model: an alias ("smollm2-135m"), a GGUF file, a Hugging Face or Orbax folder, or a hub id.
         dtype: of the weights: "bfloat16", "float32" or "float16". kv_dtype: of the cache; None: the
             same.
         max_model_len: most tokens of a request, prompt and output; None: 2048, or what the model
