@@ -220,7 +220,9 @@ class LLM:
     def _step(self) -> None:
         """Advances every request; what is new waits in its answer."""
         for output in self._engine.step():
-            answer = self._answers[output.request.id]
+            answer = self._answers.get(output.request.id)
+            if answer is None:  # cancelled while its tokens lay ready behind an interrupted step
+                continue
             num_output = answer.take(output)
             if num_output is not None:
                 self._engine.stop(output.request, num_output)

@@ -12,6 +12,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from jaxinfer import LLM, SamplingParams
 from jaxinfer.checkpoint import save_huggingface
+from jaxinfer.engine.engine import TokenOutput
 from jaxinfer.text import tokenizer_from_json
 from jaxinfer.text.byte_level import piece_bytes
 
@@ -341,3 +342,12 @@ def test_no_seed_gives_another_one_each_time_and_reports_it(llm):
     assert one.outputs[0].token_ids != other.outputs[0].token_ids
     (again,) = llm.generate("hi", params.replace(seed=one.seed))
     assert again.outputs == one.outputs
+
+
+def test_tokens_left_by_an_interrupted_step_do_not_disturb_what_comes_after(llm):
+    stream = llm.stream("hi", SCRIPTED)
+    next(stream)
+    llm._engine._ready.append(TokenOutput(stream._answer.request, (SCRIPT[1],), None))
+    stream.close()
+    (output,) = llm.generate("hi", SCRIPTED.replace(max_tokens=3))
+    assert output.outputs[0].token_ids == SCRIPT[:3]
