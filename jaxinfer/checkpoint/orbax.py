@@ -25,7 +25,7 @@ import numpy as np
 
 from jaxinfer.checkpoint.config_json import config_from_json, config_to_json
 from jaxinfer.checkpoint.gguf import read_header
-from jaxinfer.checkpoint.reader import Reader, TensorSpec, refuse_overflow
+from jaxinfer.checkpoint.reader import Reader, TensorSpec, read_json, refuse_overflow
 from jaxinfer.config import DTYPE_BYTES, DTYPES, ModelConfig, require
 from jaxinfer.models import family_of
 from jaxinfer.models.weights import Leaf, LeafPath, leaf_at, unflatten, whole
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from orbax.checkpoint import Checkpointer
 
 MANIFEST = "jaxinfer.json"
+REMEDY = "Convert the model again."
 PARAMS = "params"
 GGUF_TOKENIZER = "tokenizer_gguf.json"
 TOKENIZER_FILES = (
@@ -58,7 +59,7 @@ class OrbaxReader(Reader[TensorSpec]):
 
     def __init__(self, path: Path):
         self.path = path
-        manifest = _read_json(path / MANIFEST)
+        manifest = read_json(path / MANIFEST, REMEDY)
         version = manifest.get("version")
         require(
             version == _VERSION,
@@ -68,7 +69,7 @@ class OrbaxReader(Reader[TensorSpec]):
         _check_files(path, manifest.get("files"))
         self._settings = manifest.get("config")
         tokenizer = path / GGUF_TOKENIZER
-        self.metadata = _read_json(tokenizer) if tokenizer.exists() else {}
+        self.metadata = read_json(tokenizer, REMEDY) if tokenizer.exists() else {}
         self.tensors = _read_specs(path)
 
     @classmethod
@@ -233,17 +234,6 @@ def _batches(leaves: Iterable[Leaf], itemsize: int) -> Iterator[tuple[Leaf, ...]
             batch = []
         batch.append(leaf)
     yield tuple(batch)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing. Convert the model again.")
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON ({error}). Convert the model again.") from error
-    require(isinstance(content, dict), f"{path} must hold a JSON object. Convert the model again.")
-    return content
 
 
 def _check_files(folder: Path, sizes: Any) -> None:

@@ -6,6 +6,7 @@ is there; the values it reads on demand.
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Any, Generic, TypeVar
 import jax
 import numpy as np
 
-from jaxinfer.config import ModelConfig
+from jaxinfer.config import ModelConfig, require
 from jaxinfer.models.weights import Leaf, LeafPath
 
 
@@ -93,3 +94,15 @@ def refuse_overflow(name: str, is_finite: bool) -> None:
         raise ValueError(
             f'{name} has values that float16 cannot hold (above 65504). Use dtype="bfloat16".'
         )
+
+
+def read_json(path: Path, remedy: str) -> dict[str, Any]:
+    """The JSON object in the file `path`; an error that ends with `remedy` where there is none."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing. {remedy}")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON ({error}). {remedy}") from error
+    require(isinstance(content, dict), f"{path} must hold a JSON object. {remedy}")
+    return content

@@ -16,6 +16,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from jaxinfer.checkpoint.reader import read_json
 from jaxinfer.checkpoint.rows import RowReader, TensorEntry, check_extent, read_bytes
 from jaxinfer.config import ModelConfig
 from jaxinfer.models import family_of, family_of_hf
@@ -23,6 +24,7 @@ from jaxinfer.models.huggingface import token_ids
 from jaxinfer.models.weights import Leaf
 
 WHOLE = "model.safetensors"
+REMEDY = "Fetch the checkpoint again."
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
@@ -76,25 +78,13 @@ class SafetensorsReader(RowReader):
 
 
 def _read_settings(folder: Path) -> dict[str, Any]:
-    settings = _read_json(folder / CONFIG)
+    settings = read_json(folder / CONFIG, REMEDY)
     generation = folder / GENERATION
     if generation.exists():
-        more = _read_json(generation).get("eos_token_id")
+        more = read_json(generation, REMEDY).get("eos_token_id")
         own = settings.get("eos_token_id")
         settings["eos_token_id"] = list(token_ids([*token_ids(own), *token_ids(more)]))
     return settings
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing. Fetch the checkpoint again.")
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON ({error}). Fetch it again.") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold a JSON object. Fetch it again.")
-    return content
 
 
 def _read_tensors(folder: Path) -> dict[str, TensorEntry]:
@@ -103,7 +93,7 @@ def _read_tensors(folder: Path) -> dict[str, TensorEntry]:
         return read_header(folder / WHOLE)
     if not (folder / INDEX).exists():
         raise FileNotFoundError(f"{folder} holds neither {WHOLE} nor {INDEX}. Fetch it again.")
-    shard_of = _read_json(folder / INDEX).get("weight_map", {})
+    shard_of = read_json(folder / INDEX, REMEDY).get("weight_map", {})
     shards = sorted(set(shard_of.values()))
     missing = [shard for shard in shards if not (folder / shard).is_file()]
     if missing or not shards:
