@@ -76,12 +76,47 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LayerKind:
+    """What may differ from layer to layer.
+
+    Attributes:
+        window: keys that a query sees, itself included; None: all.
+        rope: the rotary embedding; None: the model's.
+        use_rope: whether queries and keys rotate at all.
+    """
+
+    window: int | None = None
+    rope: RopeConfig | None = None
+    use_rope: bool = True
+
+    def __post_init__(self):
+        require(
+            self.window is None or self.window >= 1,
+            f"LayerKind.window={self.window} must be at least 1, or None.",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """What a decoder is: static, hashable, the same whatever file it came from.
 
     Attributes:
         family: the row of `jaxinfer.models.FAMILIES` that reads its weights.
         num_kv_heads: divides `num_heads`; query head n reads kv head n // group_size.
+        norm: "rms", or "layer" (mean subtracted, with a bias).
+        norm_offset: norms multiply by this plus their weight.
+        pre_norm, post_norm: whether attention and MLP have a norm before them, and one behind.
+        parallel_residual: attention and MLP read the same residual stream, and both are added.
+        shared_norm: of parallel ones the MLP reads what the attention's norm gave.
+        qk_norm: "head": RMS norms over each query and key head; "projection": over all heads of a
+            token together; None: none.
+        gated_mlp: `down(act(gate(x)) * up(x))`, else `down(act(up(x)))`.
+        rope: the rotary embedding of layers whose kind has none of its own.
+        pattern: the kinds of the first layers, which repeat: layer i is of `kind(i)`.
+        attention_scale: of the scores; None: 1 / sqrt(head_dim).
+        attention_soft_cap, logits_soft_cap: `cap * tanh(x / cap)` of scores and of logits.
+        embedding_scale, residual_scale, logits_scale: what embeddings, the outputs of attention and
+            MLP, and logits are multiplied by.
         max_position: the longest context the model was made for.
         bos_id: what begins a text, if anything; eos_ids: the ids that end one.
     """
@@ -94,15 +129,34 @@ class ModelConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    norm: str = "rms"
     norm_eps: float = 1e-5
-    rope: RopeConfig = RopeConfig()
-    activation: str = "silu"
-    attention_bias: bool = False
+    norm_offset: float = 0.0
+    pre_norm: bool = True
+    post_norm: bool = False
+    parallel_residual: bool = False
+    shared_norm: bool = False
+    qk_norm: str | None = None
+    qkv_bias: bool = False
+    out_bias: bool = False
     mlp_bias: bool = False
+    gated_mlp: bool = True
+    activation: str = "silu"
+    rope: RopeConfig = RopeConfig()
+    pattern: tuple[LayerKind, ...] = (LayerKind(),)
+    attention_scale: float | None = None
+    attention_soft_cap: float | None = None
+    logits_soft_cap: float | None = None
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logits_scale: float = 1.0
     tie_embeddings: bool = False
     max_position: int = 2048
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
+
+    NORMS = ("rms", "layer")
+    QK_NORMS = (None, "head", "projection")
 
     def __post_init__(self):
         for name in (
@@ -122,15 +176,49 @@ class ModelConfig:
             f"ModelConfig.num_heads={self.num_heads} is not a multiple of "
             f"num_kv_heads={self.num_kv_heads}.",
         )
+        for name, known in (("norm", self.NORMS), ("qk_norm", self.QK_NORMS)):
+            value = getattr(self, name)
+            require(
+                value in known,
+                f"ModelConfig.{name}={value!r} is unknown. Known: {', '.join(map(str, known))}.",
+            )
+        require(len(self.pattern) > 0, "ModelConfig.pattern is empty. Give it one LayerKind.")
         require(
-            self.rope.dim <= self.head_dim,
-            f"RopeConfig.dim={self.rope.dim} exceeds ModelConfig.head_dim={self.head_dim}.",
+            self.pre_norm or not self.shared_norm,
+            "ModelConfig.shared_norm=True has no norm to share without pre_norm.",
+        )
+        dims = {rope.dim for rope in self.ropes if rope is not None}
+        require(
+            max(dims, default=0) <= self.head_dim,
+            f"RopeConfig.dim={max(dims, default=0)} exceeds ModelConfig.head_dim={self.head_dim}.",
+        )
+        require(
+            len(dims) <= 1, f"Rotary embeddings of one model must rotate as many dims, not {dims}."
         )
 
     @property
     def group_size(self) -> int:
         """Query heads per kv head, G."""
         return self.num_heads // self.num_kv_heads
+
+    def kind(self, layer: int) -> LayerKind:
+        """What distinguishes that layer."""
+        return self.pattern[layer % len(self.pattern)]
+
+    def rope_of(self, layer: int) -> RopeConfig | None:
+        """The rotary embedding of that layer; None if it has none."""
+        kind = self.kind(layer)
+        return (kind.rope or self.rope) if kind.use_rope else None
+
+    @property
+    def ropes(self) -> tuple[RopeConfig | None, ...]:
+        """The rotary embeddings of all layers, each once."""
+        return tuple(dict.fromkeys(map(self.rope_of, range(self.num_layers))))
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The window of each layer."""
+        return tuple(self.kind(i).window for i in range(self.num_layers))
 
     def kv_bytes_per_token(self, dtype: str) -> int:
         """Bytes that one token's K and V take over all layers."""

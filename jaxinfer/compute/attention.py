@@ -6,14 +6,14 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jax import Array
 
-from jaxinfer.compute.layers import Linear
+from jaxinfer.compute.layers import Linear, Norm
 from jaxinfer.compute.rope import apply_rope
 from jaxinfer.config import ModelConfig
 from pallas_kernels.paged_attention import paged_attention
 
 
 class Attention(nn.Module):
-    """`out(attend(rope(q), rope(k), v))`.
+    """`out(attend(rope(q), rope(k), v))`, queries and keys normed first where the model does.
 
     The projections of a kv head's group are neighbours in one weight `[K, G + 2, H, D]`: its G
     queries, its key, its value. One product gives all three, and K is the axis that tensor
@@ -28,6 +28,7 @@ class Attention(nn.Module):
         self,
         x_BTD: Array,
         phases: tuple[Array, Array],
+        window: Array | None,
         pages: Array,
         page_table_BM: Array,
         context_lens_B: Array,
@@ -38,8 +39,8 @@ class Attention(nn.Module):
         c = self.config
         B, T, D = x_BTD.shape
         K, G, H = c.num_kv_heads, c.group_size, c.head_dim
-        qkv_BTKJH = Linear((K, G + 2, H, D), use_bias=c.attention_bias, name="qkv")(x_BTD)
-        qk_BTKJH = apply_rope(qkv_BTKJH[..., : G + 1, :], phases)
+        qkv_BTKJH = Linear((K, G + 2, H, D), use_bias=c.qkv_bias, name="qkv")(x_BTD)
+        qk_BTKJH = apply_rope(self._norm(qkv_BTKJH[..., : G + 1, :]), phases)
         q_BTNH = qk_BTKJH[..., :G, :].reshape(B, T, K * G, H)
         new_kv_BTKL = jnp.concatenate([qk_BTKJH[..., G, :], qkv_BTKJH[..., G + 1, :]], axis=-1)
         out_BTNH, pages = paged_attention(
@@ -49,8 +50,22 @@ class Attention(nn.Module):
             page_table_BM,
             context_lens_B,
             query_lens_B,
+            scale=c.attention_scale,
+            window=window,
+            soft_cap=c.attention_soft_cap,
             layer=layer,
             implementation=self.implementation,
         )
-        out_BTD = Linear((D, K * G, H), contract=2, use_bias=c.attention_bias, name="out")(out_BTNH)
+        out_BTD = Linear((D, K * G, H), contract=2, use_bias=c.out_bias, name="out")(out_BTNH)
         return out_BTD, pages
+
+    def _norm(self, qk_BTKJH: Array) -> Array:
+        """Queries and keys, normed head by head or all heads of a token together."""
+        c = self.config
+        if c.qk_norm is None:
+            return qk_BTKJH
+        K, G, H = c.num_kv_heads, c.group_size, c.head_dim
+        q_shape, k_shape = ((H,), (H,)) if c.qk_norm == "head" else ((K, G, H), (K, 1, H))
+        q = Norm(q_shape, c.norm_eps, offset=c.norm_offset, name="q_norm")
+        k = Norm(k_shape, c.norm_eps, offset=c.norm_offset, name="k_norm")
+        return jnp.concatenate([q(qk_BTKJH[..., :G, :]), k(qk_BTKJH[..., G:, :])], axis=-2)

@@ -8,37 +8,46 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from jaxinfer.compute.attention import Attention
-from jaxinfer.compute.layers import ACTIVATIONS, GatedMLP, RMSNorm, matmul
+from jaxinfer.compute.layers import ACTIVATIONS, MLP, matmul, residual_norm, soft_cap
 from jaxinfer.compute.rope import rope_phases
 from jaxinfer.compute.types import KVCache
 from jaxinfer.config import ModelConfig, require
 from pallas_kernels.paged_attention import IMPLEMENTATIONS
 
+NO_WINDOW = 2**30
+
 Params = Any  # nested dicts of arrays; `layers` a tuple of them, or one of stacked arrays
 
 
 class DecoderLayer(nn.Module):
-    """One pre-norm layer: attention, then the gated MLP, each added to the residual stream."""
+    """One layer: what attention and MLP make of the normed residual stream is added to it."""
 
     config: ModelConfig
     implementation: str | None = None
 
     @nn.compact
-    def __call__(self, x_BTD: Array, phases, pages: Array, *where: Array) -> tuple[Array, Array]:
-        """`(x_BTD, pages)`; `where` is what `Attention` takes after the pages."""
+    def __call__(self, x_BTD: Array, *attending: Any) -> tuple[Array, Array]:
+        """`(x_BTD, pages)`; `attending` is what `Attention` takes after the hidden states."""
         c = self.config
         with jax.named_scope("attention"):
-            normed = RMSNorm(c.hidden_size, c.norm_eps, name="attention_norm")(x_BTD)
+            normed = residual_norm(c, "attention_norm")(x_BTD) if c.pre_norm else x_BTD
             attention = Attention(c, self.implementation, name="attention")
-            out, pages = attention(normed, phases, pages, *where)
-            x_BTD = x_BTD + out
+            out, pages = attention(normed, *attending)
+            if c.post_norm:
+                out = residual_norm(c, "attention_post_norm")(out)
+            attended = x_BTD + out * c.residual_scale
         with jax.named_scope("mlp"):
-            normed = RMSNorm(c.hidden_size, c.norm_eps, name="mlp_norm")(x_BTD)
-            mlp = GatedMLP(c.hidden_size, c.intermediate_size, c.activation, c.mlp_bias, name="mlp")
-            return x_BTD + mlp(normed), pages
+            if not c.shared_norm:
+                source = x_BTD if c.parallel_residual else attended
+                normed = residual_norm(c, "mlp_norm")(source) if c.pre_norm else source
+            out = MLP(c, name="mlp")(normed)
+            if c.post_norm:
+                out = residual_norm(c, "mlp_post_norm")(out)
+            return attended + out * c.residual_scale, pages
 
 
 @dataclass(frozen=True)
@@ -77,7 +86,7 @@ class Decoder:
         params = {
             "embed": table(embed_key),
             "layers": tuple(self._init_layer(key) for key in layer_keys),
-            "norm": {"weight": jnp.ones(c.hidden_size)},
+            "norm": residual_norm(c).init(key, jnp.ones(c.hidden_size))["params"],
         }
         if not c.tie_embeddings:
             params["head"] = table(head_key)
@@ -87,13 +96,12 @@ class Decoder:
         c = self.config
         pages = jnp.zeros((1, c.num_kv_heads, 1, 2 * c.head_dim))
         one = jnp.ones(1, jnp.int32)
-        phases = rope_phases(c.rope, c.max_position, jnp.zeros((1, 1), jnp.int32))
+        sin_ZBTR, cos_ZBTR = _all_phases(c, jnp.zeros((1, 1), jnp.int32))
         x_BTD = jnp.zeros((1, 1, c.hidden_size))
         # The reference runs on every platform, and only the shapes matter here.
         layer = DecoderLayer(c, "reference")
-        return layer.init(key, x_BTD, phases, pages, jnp.zeros((1, 1), jnp.int32), one, one)[
-            "params"
-        ]
+        where = (pages, jnp.zeros((1, 1), jnp.int32), one, one)
+        return layer.init(key, x_BTD, (sin_ZBTR[0], cos_ZBTR[0]), None, *where)["params"]
 
     def __call__(
         self,
@@ -108,39 +116,68 @@ class Decoder:
         c = self.config
         x_BTD = self._embed(params, tokens_BT)
         steps_T = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)
-        positions_BT = (context_lens_B - query_lens_B)[:, None] + steps_T
-        phases = rope_phases(c.rope, c.max_position, positions_BT)
+        phases = _all_phases(c, (context_lens_B - query_lens_B)[:, None] + steps_T)
         where = (page_table_BM, context_lens_B, query_lens_B)
         layer = DecoderLayer(c, self.attention)
         loop = _unrolled if isinstance(params["layers"], (tuple, list)) else _scanned
         x_BTD, pages = loop(layer, params["layers"], x_BTD, cache.pages, phases, where)
-        norm = RMSNorm(c.hidden_size, c.norm_eps)
+        norm = residual_norm(c)
         return KVCache(pages), jnp.asarray(norm.apply({"params": params["norm"]}, x_BTD))
 
     def _embed(self, params: Params, tokens_BT: Array) -> Array:
         with jax.named_scope("embed"):
             # Without the barrier XLA hoists a float32 copy of the table out of the decode loop.
             table, tokens_BT = lax.optimization_barrier((params["embed"]["weight"], tokens_BT))
-            return table.at[tokens_BT].get(mode="clip").astype(jnp.float32)
+            x_BTD = table.at[tokens_BT].get(mode="clip").astype(jnp.float32)
+            return x_BTD * self.config.embedding_scale
 
     def unembed(self, params: Params, x_BD: Array) -> Array:
         """`logits_BV` float32 of final hidden states."""
         with jax.named_scope("unembed"):
-            table = params["embed"] if self.config.tie_embeddings else params["head"]
-            return matmul(x_BD, table["weight"])
+            c = self.config
+            table = params["embed"] if c.tie_embeddings else params["head"]
+            return soft_cap(matmul(x_BD, table["weight"]) * c.logits_scale, c.logits_soft_cap)
+
+
+def _all_phases(config: ModelConfig, positions_BT: Array) -> tuple[Array, Array]:
+    """`(sin_ZBTR, cos_ZBTR)` of each of the model's Z rotary embeddings; none is no turn."""
+    shape = (*positions_BT.shape, config.rope.dim // 2)
+    no_turn = jnp.zeros(shape, jnp.float32), jnp.ones(shape, jnp.float32)
+    phases = [
+        no_turn if rope is None else rope_phases(rope, config.max_position, positions_BT)
+        for rope in config.ropes
+    ]
+    sins, coss = zip(*phases)
+    return jnp.stack(sins), jnp.stack(coss)
+
+
+def _kinds(config: ModelConfig) -> tuple[np.ndarray, np.ndarray | None]:
+    """`(rope_L, window_L)` int32: which of the phases each layer takes, and its window.
+
+    What distinguishes layers is data, so one trace, or one body of a scan, serves all of them. A
+    layer without a window has one that no context reaches, a model without any has None.
+    """
+    layers = range(config.num_layers)
+    rope_L = np.array([config.ropes.index(config.rope_of(i)) for i in layers], np.int32)
+    if not any(config.windows):
+        return rope_L, None
+    return rope_L, np.array([window or NO_WINDOW for window in config.windows], np.int32)
 
 
 def _unrolled(layer, params, x_BTD, pages, phases, where):
     """The layers one after another, each with its own array of pages: GPU and CPU."""
+    rope_L, window_L = _kinds(layer.config)
 
     # Jitted, it is traced and lowered once for all layers; the compiler inlines it.
     @jax.jit
-    def apply(params, x_BTD, pages):
-        return layer.apply({"params": params}, x_BTD, phases, pages, *where)
+    def apply(params, x_BTD, sin_BTR, cos_BTR, window, pages):
+        return layer.apply({"params": params}, x_BTD, (sin_BTR, cos_BTR), window, pages, *where)
 
     new_pages = []
-    for layer_params, old_pages in zip(params, pages, strict=True):
-        x_BTD, layer_pages = apply(layer_params, x_BTD, old_pages)
+    for i, (layer_params, old_pages) in enumerate(zip(params, pages, strict=True)):
+        sin_BTR, cos_BTR = (phase_ZBTR[rope_L[i]] for phase_ZBTR in phases)
+        window = None if window_L is None else window_L[i]
+        x_BTD, layer_pages = apply(layer_params, x_BTD, sin_BTR, cos_BTR, window, old_pages)
         new_pages.append(layer_pages)
     return x_BTD, tuple(new_pages)
 
@@ -150,11 +187,14 @@ def _scanned(layer, params, x_BTD, pages, phases, where):
 
     def body(carry, inputs):
         x_BTD, pages = carry
-        layer_params, index = inputs
-        return layer.apply({"params": layer_params}, x_BTD, phases, pages, *where, index), None
+        layer_params, index, (rope, window) = inputs
+        turn = tuple(phase_ZBTR[rope] for phase_ZBTR in phases)
+        attending = (turn, window, pages, *where, index)
+        return layer.apply({"params": layer_params}, x_BTD, *attending), None
 
     indices = jnp.arange(pages.shape[0], dtype=jnp.int32)
-    (x_BTD, pages), _ = lax.scan(body, (x_BTD, pages), (params, indices))
+    inputs = (params, indices, _kinds(layer.config))
+    (x_BTD, pages), _ = lax.scan(body, (x_BTD, pages), inputs)
     return x_BTD, pages
 
 

@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jaxinfer.config import ModelConfig
+
 # XLA:CPU has no fast 16-bit product for fewer rows, and rounds those differently; on TPU and GPU a
 # tile is larger anyway.
 MIN_ROWS = 3
@@ -45,6 +47,11 @@ def matmul(x: Array, w: Array, *, contract: int = 1) -> Array:
     return y_RO[:R].reshape(*rows, *w.shape[: w.ndim - contract])
 
 
+def soft_cap(x: Array, cap: float | None) -> Array:
+    """`cap * tanh(x / cap)`: between -cap and cap; `x` itself without a cap."""
+    return x if cap is None else cap * jnp.tanh(x / cap)
+
+
 class Linear(nn.Module):
     """A product with a weight of `shape` over its last `contract` axes, plus a bias if asked."""
 
@@ -66,31 +73,52 @@ class Linear(nn.Module):
         return y
 
 
-class RMSNorm(nn.Module):
-    """`x / rms(x) * weight` over the last axis, in float32 (arXiv 1910.07467)."""
+class Norm(nn.Module):
+    """`x / rms(x) * (offset + weight)` over the last axes, in float32 (arXiv 1910.07467); as a
+    "layer" norm of `x - mean(x)`, and with a bias (1607.06450).
+    """
 
-    size: int
+    shape: tuple[int, ...]
     eps: float
+    kind: str = "rms"
+    offset: float = 0.0
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
         x = x.astype(jnp.float32)
-        x = x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.eps)
-        return x * weight(self, "weight", (self.size,)).astype(jnp.float32)
+        axes = tuple(range(-len(self.shape), 0))
+        if self.kind == "layer":
+            x = x - jnp.mean(x, axis=axes, keepdims=True)
+        x = x * lax.rsqrt(jnp.mean(x * x, axis=axes, keepdims=True) + self.eps)
+        init = nn.initializers.constant(1 - self.offset)
+        x = x * (self.offset + weight(self, "weight", self.shape, init).astype(jnp.float32))
+        if self.kind == "layer":
+            bias = weight(self, "bias", self.shape, nn.initializers.zeros)
+            x = x + bias.astype(jnp.float32)
+        return x
 
 
-class GatedMLP(nn.Module):
-    """`down(act(gate(x)) * up(x))` (arXiv 2002.05202); gate and up are one weight `[2, F, D]`."""
+def residual_norm(config: ModelConfig, name: str | None = None) -> Norm:
+    """The norm that the model applies to its residual stream."""
+    shape = (config.hidden_size,)
+    return Norm(shape, config.norm_eps, config.norm, config.norm_offset, name=name)
 
-    hidden_size: int
-    intermediate_size: int
-    activation: str
-    use_bias: bool = False
+
+class MLP(nn.Module):
+    """`down(act(gate(x)) * up(x))` (arXiv 2002.05202), gate and up one weight `[2, F, D]`; or
+    `down(act(up(x)))`.
+    """
+
+    config: ModelConfig
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
-        D, F = self.hidden_size, self.intermediate_size
-        gate_up = Linear((2, F, D), use_bias=self.use_bias, name="gate_up")(x)
-        act = ACTIVATIONS[self.activation]
-        hidden = act(gate_up[..., 0, :]) * gate_up[..., 1, :]
-        return Linear((D, F), use_bias=self.use_bias, name="down")(hidden)
+        c = self.config
+        D, F = c.hidden_size, c.intermediate_size
+        act = ACTIVATIONS[c.activation]
+        if c.gated_mlp:
+            gate_up = Linear((2, F, D), use_bias=c.mlp_bias, name="gate_up")(x)
+            hidden = act(gate_up[..., 0, :]) * gate_up[..., 1, :]
+        else:
+            hidden = act(Linear((F, D), use_bias=c.mlp_bias, name="up")(x))
+        return Linear((D, F), use_bias=c.mlp_bias, name="down")(hidden)

@@ -16,8 +16,8 @@ def inverse_frequencies(rope: RopeConfig, max_position: int) -> tuple[np.ndarray
 
     Computed in float64 on the host and rounded once. Sources: RoFormer (arXiv 2104.09864), position
     interpolation (2306.15595), YaRN (2309.00071), LongRoPE (2402.13753), and for "llama3" the Llama
-    3.1 release. LongRoPE's long factors apply where `max_position` exceeds the original one; they
-    are chosen once for a model, never by a request's length.
+    3.1 release. LongRoPE's long factors apply where `max_position`, the longest context to be
+    used, exceeds the original one: they are chosen once, never by a request's length.
     """
     steps = np.arange(0, rope.dim, 2, dtype=np.float64) / rope.dim
     inv_freq = rope.theta**-steps
@@ -31,9 +31,8 @@ def inverse_frequencies(rope: RopeConfig, max_position: int) -> tuple[np.ndarray
     elif rope.kind == "longrope":
         long = max_position > rope.original_max_position
         inv_freq = inv_freq / np.asarray(rope.long_factor if long else rope.short_factor)
-        stretch = rope.factor if rope.factor > 1 else max_position / rope.original_max_position
-        if stretch > 1:
-            factor = math.sqrt(1 + math.log(stretch) / math.log(rope.original_max_position))
+        if rope.factor > 1:
+            factor = math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_max_position))
     if rope.attention_factor is not None:
         factor = rope.attention_factor
     return inv_freq.astype(np.float32), float(factor)
@@ -75,7 +74,7 @@ def _yarn(inv_freq: np.ndarray, rope: RopeConfig) -> tuple[np.ndarray, float]:
 
 
 def rope_phases(rope: RopeConfig, max_position: int, positions_BT: Array) -> tuple[Array, Array]:
-    """`(sin_BTR, cos_BTR)` float32 of the positions, R = dim / 2, to be shared by all layers."""
+    """`(sin_BTR, cos_BTR)` float32 of the positions, R = dim / 2, to be shared by layers."""
     inv_freq_R, factor = inverse_frequencies(rope, max_position)
     angle_BTR = positions_BT[..., None].astype(jnp.float32) * inv_freq_R
     return jnp.sin(angle_BTR) * factor, jnp.cos(angle_BTR) * factor

@@ -100,13 +100,13 @@ def _layer_leaves(
     path: LeafPath = ("layers", i)
     prefix = names.layer.format(i=i)
     yield whole((*path, "attention_norm", "weight"), f"{prefix}{names.attention_norm}.weight", (D,))
-    for kind in ("weight", "bias") if config.attention_bias else ("weight",):
+    for kind in ("weight", "bias") if config.qkv_bias else ("weight",):
         qkv = (*path, "attention", "qkv", kind)
         yield _qkv_leaf(config, names, qkv, prefix, interleaved=interleaved)
     out = f"{prefix}{names.out}"
     weight = Part(f"{out}.weight", (D, N * H), (D, N, H))
     yield Leaf((*path, "attention", "out", "weight"), (D, N, H), (weight,))
-    if config.attention_bias:
+    if config.out_bias:
         yield whole((*path, "attention", "out", "bias"), f"{out}.bias", (D,))
 
     yield whole((*path, "mlp_norm", "weight"), f"{prefix}{names.mlp_norm}.weight", (D,))

@@ -17,11 +17,13 @@ from jaxinfer.models.weights import Leaf
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     """The config that a config.json describes. Raises ValueError on a setting it does not know."""
     fields = Fields(hf, "config.json")
+    bias = fields.flag("attention_bias")
     config = decoder_from_hf(
         fields,
         family="llama",
         tie_default=False,
-        attention_bias=fields.flag("attention_bias"),
+        qkv_bias=bias,
+        out_bias=bias,
         mlp_bias=fields.flag("mlp_bias"),
     )
     fields.refuse_rest(HARMLESS)
@@ -31,7 +33,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
 def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     """The config.json of `config`; `config_from_hf` gives `config` back."""
     return decoder_to_hf(config, model_type="llama", architecture="LlamaForCausalLM") | {
-        "attention_bias": config.attention_bias,
+        "attention_bias": config.qkv_bias,
         "mlp_bias": config.mlp_bias,
     }
 

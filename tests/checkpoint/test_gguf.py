@@ -23,7 +23,7 @@ def load(path):
 @pytest.mark.parametrize("tied", [False, True])
 def test_params_equal_those_of_safetensors(make_model, write_gguf, head_dim, biased, tied):
     folder, config, tensors = make_model(
-        head_dim, attention_bias=biased, mlp_bias=biased, tie_embeddings=tied
+        head_dim, qkv_bias=biased, out_bias=biased, mlp_bias=biased, tie_embeddings=tied
     )
     path = write_gguf(config, tensors)
     assert open_checkpoint(path).config == open_checkpoint(folder).config == config

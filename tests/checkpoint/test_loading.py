@@ -68,7 +68,7 @@ def test_tiny_params_stand_where_the_tree_says(tiny, tiny_tensors):
 
 
 def test_biases_are_filled(make_model):
-    folder, _, tensors = make_model(8, attention_bias=True, mlp_bias=True)
+    folder, _, tensors = make_model(8, qkv_bias=True, out_bias=True, mlp_bias=True)
     attention = load(folder)["layers"][1]["attention"]
     prefix = "model.layers.1.self_attn."
     bias = attention["qkv"]["bias"]

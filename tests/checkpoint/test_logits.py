@@ -72,7 +72,7 @@ def test_gguf_logits_equal_those_of_safetensors(make_model, write_gguf, head_dim
     assert np.ptp(expected) > 1
 
 
-@pytest.mark.parametrize("flags", list(itertools.product((False, True), repeat=3)))
+@pytest.mark.parametrize("flags", list(itertools.product((False, True), repeat=4)))
 def test_leaves_are_the_decoders_own(flags):
     """The weight map and `Decoder.init` describe one and the same tree."""
     config = ModelConfig(
@@ -84,7 +84,7 @@ def test_leaves_are_the_decoders_own(flags):
         num_kv_heads=2,
         head_dim=4,
         rope=RopeConfig(dim=4),
-        **dict(zip(("attention_bias", "mlp_bias", "tie_embeddings"), flags)),
+        **dict(zip(("qkv_bias", "out_bias", "mlp_bias", "tie_embeddings"), flags)),
     )
     tree = jax.eval_shape(lambda: Decoder(config).init(jax.random.key(0)))
     leaves = weights(config)

@@ -35,7 +35,7 @@ def test_tiny_model_round_trip(tiny, tiny_tensors, tmp_path, dtype):
 
 
 @pytest.mark.parametrize(
-    "flags", [{"attention_bias": True, "mlp_bias": True}, {"tie_embeddings": True}]
+    "flags", [{"qkv_bias": True, "out_bias": True, "mlp_bias": True}, {"tie_embeddings": True}]
 )
 def test_variants_round_trip(make_model, tmp_path, flags):
     folder, config, tensors = make_model(8, **flags)

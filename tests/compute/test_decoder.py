@@ -120,7 +120,7 @@ def test_equals_a_plain_numpy_decoder(tied, bias):
     """One layer written out in float64: norms, fused projections, grouped heads, gated MLP, biases,
     head.
     """
-    config = make_config(tie_embeddings=tied, attention_bias=bias, mlp_bias=bias)
+    config = make_config(tie_embeddings=tied, qkv_bias=bias, out_bias=bias, mlp_bias=bias)
     model = Decoder(config)
     rng = np.random.default_rng(0)
     params = jax.tree.map(

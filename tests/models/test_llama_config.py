@@ -98,7 +98,7 @@ def test_defaults_of_absent_fields():
     assert config_from_hf(bare | {"head_dim": None}).num_kv_heads == 4
     wide = config_from_hf(HF | {"head_dim": 32, "attention_bias": True, "mlp_bias": True})
     assert (wide.head_dim, wide.rope.dim) == (32, 32)
-    assert wide.attention_bias and wide.mlp_bias
+    assert wide.qkv_bias and wide.out_bias and wide.mlp_bias
 
 
 @pytest.mark.parametrize(("eos", "ids"), [(2, (2,)), ([7, 2, 7], (7, 2)), (None, ())])
@@ -234,7 +234,12 @@ def test_unknown_architecture_lists_the_known():
 def test_gguf_facts_that_tensors_tell():
     names = {"token_embd.weight", "output.weight", "blk.0.attn_q.bias", "blk.0.ffn_gate.bias"}
     config = config_from_gguf(GGUF, names)
-    assert (config.tie_embeddings, config.attention_bias, config.mlp_bias) == (False, True, True)
+    assert (config.tie_embeddings, config.qkv_bias, config.out_bias, config.mlp_bias) == (
+        False,
+        True,
+        True,
+        True,
+    )
     tokens = {"tokenizer.ggml.tokens": ["a"] * 40, "llama.vocab_size": None}
     assert config_from_gguf(GGUF | tokens, names).vocab_size == 40
     ends = {"tokenizer.ggml.eot_token_id": 9, "tokenizer.ggml.eom_token_id": 2}

@@ -27,8 +27,8 @@ def make_config(**changes):
 
 
 FLAGS = [
-    dict(zip(("attention_bias", "mlp_bias", "tie_embeddings"), values))
-    for values in itertools.product((False, True), repeat=3)
+    dict(zip(("qkv_bias", "out_bias", "mlp_bias", "tie_embeddings"), values))
+    for values in itertools.product((False, True), repeat=4)
 ]
 
 
@@ -57,7 +57,8 @@ def test_optional_leaves_follow_the_config():
     assert ("head", "weight") not in tied
     assert tied["embed", "weight"].parts[0].copies == ("lm_head.weight",)
     biased = {
-        leaf.path: leaf.shape for leaf in weights(make_config(attention_bias=True, mlp_bias=True))
+        leaf.path: leaf.shape
+        for leaf in weights(make_config(qkv_bias=True, out_bias=True, mlp_bias=True))
     }
     layer = ("layers", 1)
     assert biased[*layer, "attention", "qkv", "bias"] == (2, 5, 4)
@@ -94,7 +95,7 @@ def test_interleaved_rows_become_two_halves():
 
 @pytest.mark.parametrize("leaves_of", [weights, gguf_weights])
 def test_moves_are_inverse_for_any_rows(leaves_of):
-    config = make_config(attention_bias=True, mlp_bias=True)
+    config = make_config(qkv_bias=True, out_bias=True, mlp_bias=True)
     for part in (part for leaf in leaves_of(config) for part in leaf.parts):
         file = np.arange(math.prod(part.shape)).reshape(part.shape)
         whole = to_view(part, file)
