@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from jaxinfer.compute.types import SamplingState
-from jaxinfer.compute.vocabulary import VocabularySlice, fold_vocabulary
+from jaxinfer.compute.vocabulary import VocabularySlice, fold_vocabulary, sum_pairs
 
 NUM_CANDIDATES = 128
 
@@ -85,7 +85,7 @@ def find_cutoff(
             jnp.zeros((rows, num_candidates), jnp.int32),
             jnp.zeros(rows, bool),
         )
-        return _open_cutoff(logits_BV), none
+        return open_cutoff(logits_BV), none
 
     def cut() -> tuple[Cutoff, Candidates]:
         cutoff, candidates = _cut_candidates(logits_BV, top_B, sampling)
@@ -96,7 +96,8 @@ def find_cutoff(
     return lax.cond(jnp.any(filters_B), cut, keep_all)
 
 
-def _open_cutoff(logits_BV: jax.Array) -> Cutoff:
+def open_cutoff(logits_BV: jax.Array) -> Cutoff:
+    """The cutoff of each row that keeps every token."""
     rows, vocab = logits_BV.shape
     return Cutoff(jnp.full(rows, -jnp.inf, jnp.float32), jnp.full(rows, vocab - 1, jnp.int32))
 
@@ -118,7 +119,7 @@ def _cut_candidates(
         lambda: _normaliser(logits_BV, top_B, sampling),
         lambda: jnp.zeros_like(top_B),
     )
-    total_B = jnp.where(all_within_B, _sum_pairs(weight_BX), total_B)
+    total_B = jnp.where(all_within_B, sum_pairs(weight_BX), total_B)
 
     before_BX = jnp.cumsum(weight_BX, axis=-1) - weight_BX
     target_B = (sampling.top_p_B - TOP_P_SLACK) * total_B
@@ -140,7 +141,7 @@ def _normaliser(logits_BV: jax.Array, top_B: jax.Array, sampling: SamplingState)
 
     def add(total_B: jax.Array, part: VocabularySlice) -> jax.Array:
         weight_BX = jnp.exp(temper(part.values_BX, top_B, sampling))
-        return total_B + _sum_pairs(jnp.where(part.is_new_1X, weight_BX, 0.0))
+        return total_B + sum_pairs(jnp.where(part.is_new_1X, weight_BX, 0.0))
 
     return fold_vocabulary(add, jnp.zeros_like(top_B), logits_BV)
 
@@ -163,7 +164,7 @@ def _cut_rows(
 
         return lax.cond(rows_B[row], search, lambda: cutoff)
 
-    return lax.fori_loop(0, logits_BV.shape[0], cut_row, _open_cutoff(logits_BV))
+    return lax.fori_loop(0, logits_BV.shape[0], cut_row, open_cutoff(logits_BV))
 
 
 def _cut_exactly(logits_BV: jax.Array, top_B: jax.Array, sampling: SamplingState) -> Cutoff:
@@ -180,7 +181,7 @@ def _cut_exactly(logits_BV: jax.Array, top_B: jax.Array, sampling: SamplingState
         target_B = (sampling.top_p_B - TOP_P_SLACK) * jnp.sum(within_BV, axis=-1)
         return _reach(logits_BV, within_BV, jnp.maximum(target_B, np.float32(1e-30)))
 
-    everything = _open_cutoff(logits_BV)
+    everything = open_cutoff(logits_BV)
     is_cut = jnp.any(sampling.top_k_B < logits_BV.shape[1])
     cutoff = lax.cond(is_cut, cut_top_k, lambda: everything)
     nucleus = lax.cond(jnp.any(is_nucleus_B), cut_top_p, lambda: everything)
@@ -234,21 +235,6 @@ def _largest(
         return jnp.where(holds(probe_B), probe_B, found_B)
 
     return lax.fori_loop(0, num_bits, set_bit, jnp.full(like_B.shape, least, jnp.int32))
-
-
-def _sum_pairs(values_BX: jax.Array) -> jax.Array:
-    """Sums [B] over X by halving.
-
-    These are elementwise additions, so their order is that of no backend, batch size or number of
-    threads, and their rounding grows with log X alone.
-    """
-    width = 1 << (values_BX.shape[1] - 1).bit_length()
-    while width > 1:
-        width //= 2
-        low_BX, high_BX = values_BX[:, :width], values_BX[:, width:]
-        short = width - high_BX.shape[1]
-        values_BX = low_BX + (jnp.pad(high_BX, ((0, 0), (0, short))) if short else high_BX)
-    return values_BX[:, 0]
 
 
 def _flip_negative(bits: jax.Array) -> jax.Array:

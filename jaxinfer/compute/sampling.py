@@ -7,16 +7,43 @@ decide only which code runs, never what it yields.
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxinfer.compute import noise
-from jaxinfer.compute.cutoff import find_cutoff, is_greedy, temper
+from jaxinfer.compute.cutoff import (
+    Candidates,
+    Cutoff,
+    find_cutoff,
+    is_greedy,
+    open_cutoff,
+    temper,
+)
 from jaxinfer.compute.logits import LogitsHook, process_logits
 from jaxinfer.compute.types import SamplingState
 from jaxinfer.compute.vocabulary import VocabularySlice, fold_vocabulary
+
+
+class Distribution(NamedTuple):
+    """What each row's token is drawn from: the processed logits, and which of them stay."""
+
+    logits_BV: jax.Array
+    best_B: jax.Array  # the id of the largest, the lowest of equals
+    top_B: jax.Array  # the largest
+    cutoff: Cutoff  # means nothing for greedy rows, whose best stays alone
+
+    def log_weights(self, sampling: SamplingState) -> jax.Array:
+        """Log-probabilities [B, V] up to a constant of each row; -inf where none is drawn."""
+        ids_1V = _all_ids(self.logits_BV)
+        tempered_BV = temper(self.logits_BV, self.top_B, sampling)
+        return jnp.where(
+            is_greedy(sampling)[:, None],
+            jnp.where(ids_1V == self.best_B[:, None], 0.0, -jnp.inf),
+            jnp.where(self.cutoff.keeps(self.logits_BV, ids_1V), tempered_BV, -jnp.inf),
+        )
 
 
 def sample(
@@ -31,15 +58,41 @@ def sample(
     `positions_B` are the positions that these tokens take in their sequences: with the row's key
     they name the noise. For `logits_hook` see `process_logits`.
     """
+    return draw(logits_BV, sampling, positions_B, logits_hook=logits_hook)[0]
+
+
+def draw(
+    logits_BV: jax.Array,
+    sampling: SamplingState,
+    positions_B: jax.Array,
+    *,
+    logits_hook: LogitsHook | None = None,
+) -> tuple[jax.Array, Distribution]:
+    """`(tokens_B, distribution)`: what `sample` gives, and what it was drawn from."""
     logits_BV = process_logits(logits_BV, sampling, logits_hook=logits_hook)
     best_B, top_B = _argmax(logits_BV, _all_ids(logits_BV), sampling)
     greedy_B = is_greedy(sampling)
 
-    def draw() -> jax.Array:
-        drawn_B = _draw(logits_BV, top_B, sampling, jnp.asarray(positions_B))
-        return jnp.where(greedy_B, best_B, drawn_B)
+    def take_best() -> tuple[jax.Array, Cutoff]:
+        return best_B, open_cutoff(logits_BV)
 
-    return lax.cond(jnp.all(greedy_B), lambda: best_B, draw)
+    def take_drawn() -> tuple[jax.Array, Cutoff]:
+        cutoff, candidates = find_cutoff(logits_BV, top_B, sampling)
+        drawn_B = _draw(logits_BV, top_B, cutoff, candidates, sampling, jnp.asarray(positions_B))
+        return jnp.where(greedy_B, best_B, drawn_B), cutoff
+
+    tokens_B, cutoff = lax.cond(jnp.all(greedy_B), take_best, take_drawn)
+    return tokens_B, Distribution(logits_BV, best_B, top_B, cutoff)
+
+
+def distribution(
+    logits_BV: jax.Array, sampling: SamplingState, *, logits_hook: LogitsHook | None = None
+) -> Distribution:
+    """What `draw` would draw from."""
+    logits_BV = process_logits(logits_BV, sampling, logits_hook=logits_hook)
+    best_B, top_B = _argmax(logits_BV, _all_ids(logits_BV), sampling)
+    cutoff, _ = find_cutoff(logits_BV, top_B, sampling)
+    return Distribution(logits_BV, best_B, top_B, cutoff)
 
 
 def sampled_log_probs(
@@ -49,16 +102,8 @@ def sampled_log_probs(
 
     -inf where a token cannot be drawn; a greedy row has 0 at its argmax and -inf elsewhere.
     """
-    logits_BV = process_logits(logits_BV, sampling, logits_hook=logits_hook)
-    ids_1V = _all_ids(logits_BV)
-    best_B, top_B = _argmax(logits_BV, ids_1V, sampling)
-    cutoff, _ = find_cutoff(logits_BV, top_B, sampling)
-    kept_BV = jnp.where(
-        is_greedy(sampling)[:, None], ids_1V == best_B[:, None], cutoff.keeps(logits_BV, ids_1V)
-    )
-    return jax.nn.log_softmax(
-        jnp.where(kept_BV, temper(logits_BV, top_B, sampling), -jnp.inf), axis=-1
-    )
+    weights_BV = distribution(logits_BV, sampling, logits_hook=logits_hook).log_weights(sampling)
+    return jax.nn.log_softmax(weights_BV, axis=-1)
 
 
 def advance(sampling: SamplingState, tokens_B: jax.Array, active_B: jax.Array) -> SamplingState:
@@ -101,10 +146,14 @@ def _argmax(
 
 
 def _draw(
-    logits_BV: jax.Array, top_B: jax.Array, sampling: SamplingState, positions_B: jax.Array
+    logits_BV: jax.Array,
+    top_B: jax.Array,
+    cutoff: Cutoff,
+    candidates: Candidates,
+    sampling: SamplingState,
+    positions_B: jax.Array,
 ) -> jax.Array:
     """A token of each row's kept set: among the candidates where they hold it, else over V."""
-    cutoff, candidates = find_cutoff(logits_BV, top_B, sampling)
     last_id_B = jnp.asarray(sampling.num_ids_B) - 1
 
     def noisy(logits_BX: jax.Array, ids_BX: jax.Array) -> jax.Array:

@@ -39,3 +39,18 @@ def fold_vocabulary(
         return combine(carry, VocabularySlice(values_BX, ids_1X, ids_1X >= i * width))
 
     return lax.fori_loop(0, -(-vocab // width), step, initial)
+
+
+def sum_pairs(values_BX: jax.Array) -> jax.Array:
+    """Sums [B] over X by halving.
+
+    These are elementwise additions, so their order is that of no backend, batch size or number of
+    threads, and their rounding grows with log X alone.
+    """
+    width = 1 << (values_BX.shape[1] - 1).bit_length()
+    while width > 1:
+        width //= 2
+        low_BX, high_BX = values_BX[:, :width], values_BX[:, width:]
+        short = width - high_BX.shape[1]
+        values_BX = low_BX + (jnp.pad(high_BX, ((0, 0), (0, short))) if short else high_BX)
+    return values_BX[:, 0]
