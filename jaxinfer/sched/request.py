@@ -10,6 +10,7 @@ import enum
 from dataclasses import dataclass, field
 
 from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.sched.logprobs import TokenLogprobs
 
 
 class Status(enum.Enum):
@@ -40,6 +41,9 @@ class Request:
         seed: what its draws follow from, with the prompt; never None.
         stop_ids: a token of these ends the output and is part of it. See `SamplingParams.stop_ids`.
         output_ids: tokens generated, as far as they have been read from the device.
+        logprobs: of each of them, if asked for; else empty.
+        prompt_logprobs: of each prompt token as far as read, if asked for; None for the first.
+            All are there when the first output token is.
         num_computed: tokens whose K and V are dispatched. While generating this is an upper bound:
             the device may have stopped earlier, which is known when its tokens are read.
         max_total_len: most tokens, prompt and output; set when the scheduler accepts the request.
@@ -57,6 +61,8 @@ class Request:
 
     status: Status = field(default=Status.WAITING, init=False)
     output_ids: list[int] = field(default_factory=list, init=False)
+    logprobs: list[TokenLogprobs] = field(default_factory=list, init=False)
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list, init=False)
     num_computed: int = field(default=0, init=False)
     max_total_len: int = field(default=0, init=False)
     order: int = field(default=0, init=False)
@@ -90,6 +96,7 @@ class Request:
         """Returns None; the output ends after `num_output` tokens, at a stop string."""
         assert self.status is Status.FINISHED, f"{self.id} still runs"
         del self.output_ids[num_output:]
+        del self.logprobs[num_output:]
         self.finish_reason = "stop"
 
     def append(self, token: int) -> str | None:
