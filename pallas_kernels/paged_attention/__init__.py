@@ -13,9 +13,22 @@ import jax
 from jax import Array
 
 from pallas_kernels.paged_attention import cpu, reference
-from pallas_kernels.paged_attention.layout import PageSpec, from_storage, to_storage, write_kv
+from pallas_kernels.paged_attention.layout import (
+    PageSpec,
+    copy_pages,
+    from_storage,
+    to_storage,
+    write_kv,
+)
 
-__all__ = ["IMPLEMENTATIONS", "PageSpec", "from_storage", "paged_attention", "to_storage"]
+__all__ = [
+    "IMPLEMENTATIONS",
+    "PageSpec",
+    "copy_pages",
+    "from_storage",
+    "paged_attention",
+    "to_storage",
+]
 
 IMPLEMENTATIONS: dict[str, Callable[..., Array]] = {
     "reference": reference.attend,
@@ -55,7 +68,7 @@ def paged_attention(
         context_lens_B, query_lens_B: int32; a row of query length 0 is left alone.
         scale: of the scores; 1/sqrt(H) if None.
         window: keys that a query sees, itself included; traced, so it may differ from layer to
-            layer.
+            layer. Pages before the window of a row's first query may be unmapped or another's.
         soft_cap: scores become `soft_cap * tanh(scores / soft_cap)`.
         sinks_N: per head, a logit that joins the softmax and takes its share to nowhere.
         layer: which of the stacked layers.

@@ -116,14 +116,17 @@ def _attend_tile(
     positions_AR = first_A[:, None] + query_R
     alive_AR = query_R < count_A[:, None]
     num_keys_A = first_A + count_A
+    first_seen_A = jnp.zeros_like(first_A)
+    if window is not None:
+        first_seen_A = jnp.maximum(first_A - window + 1, 0)
 
     def add_group(group: Array, carry):
         top_AKR, total_AKR, sum_CRH = carry
         keys_S = group * keys_per_group + jnp.arange(keys_per_group, dtype=jnp.int32)
         kv_AKSL = read_group(group)
-        # A slot that was never written may hold NaN, and 0 * NaN is NaN.
-        written_AS = keys_S < num_keys_A[:, None]
-        kv_AKSL = jnp.where(written_AS[:, None, :, None], kv_AKSL, jnp.zeros((), kv_AKSL.dtype))
+        # What no query sees may be anything, NaN too, and 0 * NaN is NaN.
+        needed_AS = (keys_S < num_keys_A[:, None]) & (keys_S >= first_seen_A[:, None])
+        kv_AKSL = jnp.where(needed_AS[:, None, :, None], kv_AKSL, jnp.zeros((), kv_AKSL.dtype))
         kv_CSL = kv_AKSL.reshape(A * K, keys_per_group, -1)
         k_CSH, v_CSH = kv_CSL[..., :H], kv_CSL[..., H : 2 * H]
         scores = _batched_dot(q_CRH.astype(k_CSH.dtype), k_CSH, contract=2) * scale
@@ -148,7 +151,6 @@ def _attend_tile(
     else:
         top_KR = jnp.pad(sinks_KR, ((0, 0), (0, rows - R)))
         top_AKR, total_AKR = jnp.broadcast_to(top_KR, (A, K, rows)), jnp.ones((A, K, rows))
-    first_seen_A = 0 if window is None else jnp.maximum(first_A - window + 1, 0)
     begin = jnp.min(jnp.where(count_A > 0, first_seen_A // keys_per_group, 2**30))
     end = jnp.max(jnp.where(count_A > 0, -(-num_keys_A // keys_per_group), 0))
     empty = (top_AKR, total_AKR, jnp.zeros((A * K, rows, H), jnp.float32))

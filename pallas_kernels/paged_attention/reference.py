@@ -30,9 +30,11 @@ def attend(
 
     positions_BT = (context_lens_B - query_lens_B)[:, None] + jnp.arange(T)
     keys_S = jnp.arange(S)
-    written_BS = keys_S < context_lens_B[:, None]
-    # A slot that was never written may hold NaN, and 0 * NaN is NaN.
-    kv_BKSL = jnp.where(written_BS[:, None, :, None], kv_BKSL, 0.0)
+    needed_BS = keys_S < context_lens_B[:, None]
+    if window is not None:
+        needed_BS &= keys_S > positions_BT[:, :1] - window
+    # What no query sees may be anything, NaN too, and 0 * NaN is NaN.
+    kv_BKSL = jnp.where(needed_BS[:, None, :, None], kv_BKSL, 0.0)
     k_BKSH, v_BKSH = kv_BKSL[..., :H], kv_BKSL[..., H : 2 * H]
 
     seen_BTS = keys_S <= positions_BT[..., None]

@@ -228,6 +228,24 @@ def test_window_is_exact_in_every_phase(implementation, window):
             np.testing.assert_allclose(out[0, :n], want[start : start + n], atol=2e-5)
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("mapped", [True, False])
+def test_pages_behind_the_window_may_be_gone(implementation, mapped):
+    """Unmapped, or in the hands of another row that has filled them with NaN."""
+    arrays, *_ = make_case(contexts=(33, 20), queries=(4, 1), T=4)
+    q, new_kv, pages, table, contexts, queries = arrays
+    attend = functools.partial(paged_attention, window=6, implementation=implementation)
+    want, _ = attend(*arrays)
+    # The first queries stand at 29 and 19 and see keys from 24 and 14 on, of pages 6 and 3.
+    gone = np.zeros(table.shape, bool)
+    gone[0, :6] = gone[1, :3] = True
+    pages = pages.at[np.asarray(table)[gone]].set(jnp.nan)
+    if not mapped:
+        table = jnp.where(gone, pages.shape[0], table)
+    got, _ = attend(q, new_kv, pages, table, contexts, queries)
+    np.testing.assert_array_equal(got, want)
+
+
 def test_the_platform_chooses_when_nothing_is_named():
     arrays, *_ = make_case(**CASES["chunks"])
     out, pages = jax.jit(paged_attention)(*arrays)
