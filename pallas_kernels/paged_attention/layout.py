@@ -1,4 +1,4 @@
-"""How keys and values lie in pages, and how new ones are written.
+"""How keys and values lie in pages, how new ones are written and pages copied.
 
 A page is `[K, p, lanes]`: per kv head, p slots with the key in lanes `0:H` and the value in `H:2H`.
 The cache of a layer is `[P, K, p, lanes]`, or `[L, P, K, p, lanes]` with a layer index. bfloat16
@@ -85,3 +85,16 @@ def read_pages(pages: Array, page_ids: Array, *, layer: Array | None = None) -> 
     if layer is None:
         return pages.at[page_ids].get(mode="clip")
     return pages.at[layer, page_ids].get(mode="clip")
+
+
+def copy_pages(pages: Array, sources_C: Array, destinations_C: Array) -> Array:
+    """The pages, of one layer or stacked, with page `destinations[c]` now a copy of `sources[c]`.
+
+    All are read before any is written. Destinations out of range, such as `num_pages`, are padding
+    and change nothing, whatever their source. Donate the pages: they are updated in place.
+    """
+    every_layer = (slice(None),) * (pages.ndim - 4)
+    copied = pages.at[(*every_layer, sources_C)].get(mode="clip")
+    # Not wrapped, so that a negative destination too is out of range.
+    at = pages.at[(*every_layer, destinations_C)]
+    return at.set(copied, mode="drop", wrap_negative_indices=False)
