@@ -34,12 +34,16 @@ class Times:
 
 @dataclass(eq=False, kw_only=True)
 class Request:
-    """One request; compared by identity. The scheduler alone changes what follows `stop_ids`.
+    """One request; compared by identity. The scheduler alone changes what follows `sample_index`.
 
     Attributes:
         id: unique among the requests under way.
         seed: what its draws follow from, with the prompt; never None.
         stop_ids: a token of these ends the output and is part of it. See `SamplingParams.stop_ids`.
+        sample_index: which of the samples of one prompt it is.
+        fork_of: its leader, the sibling of equal prompt that computes the prompt for it; None where
+            it does that itself. The scheduler clears it where the leader cannot.
+        forks: the siblings that wait for it to compute their prompt, in order of arrival.
         output_ids: tokens generated, as far as they have been read from the device.
         logprobs: of each of them, if asked for; else empty.
         prompt_logprobs: of each prompt token as far as read, if asked for; None for the first.
@@ -58,7 +62,10 @@ class Request:
     params: SamplingParams
     seed: int
     stop_ids: frozenset[int] = frozenset()
+    sample_index: int = 0
+    fork_of: Request | None = field(default=None, repr=False)
 
+    forks: list[Request] = field(default_factory=list, init=False, repr=False)
     status: Status = field(default=Status.WAITING, init=False)
     output_ids: list[int] = field(default_factory=list, init=False)
     logprobs: list[TokenLogprobs] = field(default_factory=list, init=False)

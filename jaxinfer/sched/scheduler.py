@@ -1,7 +1,8 @@
 """`Scheduler`: turns requests into step plans; owns the queue, the rows and the pages.
 
 First come, first served. A request is admitted with a row and pages for its longest possible
-length, so it always runs to its end. Plans follow from the calls made so far and nothing else: no
+length, so it always runs to its end. Of the samples of one prompt the first computes it for those
+that have a row by then: see `forks`. Plans follow from the calls made so far and nothing else: no
 clock, no randomness, no order of a set.
 """
 
@@ -12,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from jaxinfer.config import EngineConfig, require
+from jaxinfer.sched import forks
 from jaxinfer.sched.buckets import Shape, pick, prefill_shapes
 from jaxinfer.sched.page_pool import PagePool
 from jaxinfer.sched.request import Request, Status
@@ -32,17 +34,23 @@ class Chunk:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What to dispatch next: the admitted rows' state, one prefill call, one decode window.
+    """What to dispatch next, in this order: the admitted rows' state, one prefill call, the first
+    tokens that it brings, copies of pages, one decode window.
 
     A plan counts as dispatched once it is made. One with neither prefill nor decode means that
     nothing can go on before results under way are read.
 
     Attributes:
-        admitted: requests that just got their row and pages.
+        admitted: requests that just got their row and pages; a fork among them starts when its
+            leader does, in this plan or a later one.
         shape: (rows, tokens) of the prefill call; None when there is none.
         prefill: its chunks, one per row of the call from the first on.
-        decode: (row, request) of each row that the window may advance, those whose last chunk is in
-            this plan among them. Results are attributed by this list: when they are read, the row
+        starts: (index into `prefill`, request) of each first token to sample at the end of a chunk:
+            for the request whose last chunk it is, then for its forks. One for a row at most.
+        copies: (source, destination) of each page to copy, after the prefill call and before the
+            decode window: for a fork, the page that its prompt ends in. No page is both.
+        decode: (row, request) of each row that the window may advance, those that start in this
+            plan among them. Results are attributed by this list: when they are read, the row
             may already belong to another request.
         num_steps: steps of the decode window; 0 when no row decodes.
     """
@@ -50,6 +58,8 @@ class StepPlan:
     admitted: tuple[Request, ...]
     shape: Shape | None
     prefill: tuple[Chunk, ...]
+    starts: tuple[tuple[int, Request], ...]
+    copies: tuple[tuple[int, int], ...]
     decode: tuple[tuple[int, Request], ...]
     num_steps: int
 
@@ -90,6 +100,7 @@ class Scheduler:
     def add(self, request: Request, now: float | None = None) -> None:
         """Returns None; `request` now waits its turn.
 
+        A leader that is over, or generates already, is too late for it: `fork_of` becomes None.
         Raises ValueError, and leaves the scheduler as it was, for one that could never run.
         """
         name, limit = f"Request {request.id!r}", self.config.max_model_len
@@ -119,11 +130,15 @@ class Scheduler:
         request.times.arrival = now
         self._num_added += 1
         self._waiting[request.id] = request
+        leader = request.fork_of
+        is_under_way = leader is not None and self._get(leader.id) is leader
+        forks.follow(request, is_under_way=is_under_way)
 
     def schedule(self, now: float | None = None) -> StepPlan:
         """The next plan, which counts as dispatched from now on."""
         admitted = self._admit(now)
         shape, prefill = self._plan_prefill()
+        starts, copies = self._plan_starts(prefill)
         decoding = [r for r in self._running.values() if r.status is Status.DECODE]
         num_steps = self._num_steps(decoding, bool(prefill))
         decode = []
@@ -131,7 +146,7 @@ class Scheduler:
             if request.decode_gap and request.row is not None:
                 decode.append((request.row, request))
                 request.num_computed += min(num_steps, request.decode_gap)
-        return StepPlan(admitted, shape, prefill, tuple(decode), num_steps)
+        return StepPlan(admitted, shape, prefill, starts, copies, tuple(decode), num_steps)
 
     def update(
         self, request: Request, new_ids: Iterable[int], now: float | None = None
@@ -156,7 +171,7 @@ class Scheduler:
 
     def cancel(self, request_id: str) -> int | None:
         """The row to deactivate before the next dispatch; None if the request holds none."""
-        request = self._running.get(request_id) or self._waiting.get(request_id)
+        request = self._get(request_id)
         return None if request is None else self.finish(request, "cancelled")
 
     def finish(self, request: Request, reason: str) -> int | None:
@@ -174,18 +189,22 @@ class Scheduler:
             del self._running[request.id]
             self._free_rows.append(row)
             self.pool.free(request.pages)
+        forks.leave(request)
         request.row, request.pages = None, []
         request.status, request.finish_reason = Status.FINISHED, reason
         return row
 
     def check_integrity(self) -> None:
-        """Returns None if each row and page is free or held by one request, and order holds."""
+        """Returns None if each row is free or held by one request, each page free or held by one or
+        by siblings, and order holds.
+        """
         running, waiting = list(self._running.values()), list(self._waiting.values())
         self.pool.check_integrity(held=[page for r in running for page in r.pages])
         rows = sorted([*self._free_rows, *(-1 if r.row is None else r.row for r in running)])
         assert rows == list(range(self.config.max_num_seqs)), f"rows lost or doubled: {rows}"
         orders = [r.order for r in [*running, *waiting]]
         assert orders == sorted(set(orders)), f"requests out of order: {orders}"
+        forks.check_forks([*running, *waiting], self.config.page_size)
         for request in waiting:
             assert request.status is Status.WAITING, f"{request.id} waits as {request.status}"
             assert request.row is None and not request.pages, f"{request.id} waits with a row"
@@ -197,6 +216,9 @@ class Scheduler:
             )
             assert request.decode_gap >= 0, f"{request.id} computes beyond its end"
 
+    def _get(self, request_id: str) -> Request | None:
+        return self._running.get(request_id) or self._waiting.get(request_id)
+
     def _num_pages(self, num_tokens: int) -> int:
         return -(-num_tokens // self.config.page_size)
 
@@ -205,23 +227,38 @@ class Scheduler:
         admitted = []
         while self._waiting and self._free_rows:
             request = next(iter(self._waiting.values()))
-            pages = self.pool.allocate(self._num_pages(request.max_total_len))
+            shared = forks.shared_pages(request, self.config.page_size)
+            pages = self.pool.allocate(self._num_pages(request.max_total_len) - len(shared))
             if pages is None:
                 break
+            self.pool.share(shared)
             del self._waiting[request.id]
             self._running[request.id] = request
-            request.row, request.pages = self._free_rows.pop(), pages
+            request.row, request.pages = self._free_rows.pop(), [*shared, *pages]
             request.status, request.times.first_scheduled = Status.PREFILL, now
             admitted.append(request)
         return tuple(admitted)
 
     def _plan_prefill(self) -> tuple[Shape | None, tuple[Chunk, ...]]:
         """The shape and the chunks of the next prefill call; (None, ()) if every gap is closed."""
-        pending = [r for r in self._running.values() if r.status is Status.PREFILL]
+        computing = (r for r in self._running.values() if r.fork_of is None)
+        pending = [r for r in computing if r.status is Status.PREFILL]
         if not pending:
             return None, ()
         shape, indices = pick(self.shapes, [r.prefill_gap for r in pending])
         return shape, tuple(self._chunk(pending[i], shape[1]) for i in indices)
+
+    def _plan_starts(
+        self, prefill: tuple[Chunk, ...]
+    ) -> tuple[tuple[tuple[int, Request], ...], tuple[tuple[int, int], ...]]:
+        """`(starts, copies)` of the plan that has these chunks: requests that now generate."""
+        starts, copies = [], []
+        for index, chunk in enumerate(prefill):
+            if chunk.is_last:
+                siblings, pairs = forks.fork(chunk.request, self.config.page_size)
+                starts += [(index, request) for request in (chunk.request, *siblings)]
+                copies += pairs
+        return tuple(starts), tuple(copies)
 
     @staticmethod
     def _chunk(request: Request, max_tokens: int) -> Chunk:

@@ -1,139 +1,13 @@
 """Scheduling against a simulated device that stops rows by itself and answers one plan late."""
 
 import random
-from collections import deque
 
 import pytest
 
-from jaxinfer.config import EngineConfig
 from jaxinfer.sampling_params import SamplingParams
-from jaxinfer.sched import Request, Scheduler, Status
+from jaxinfer.sched import Request, Status
 
-EOS = 0
-
-
-class FakeDevice:
-    """Rows with a budget each; emits a scripted output per request and checks what it is told.
-
-    Results are queued: `read` gives those of the oldest dispatch that was not read yet.
-    """
-
-    def __init__(self, config, outputs):
-        self.config, self.outputs = config, outputs
-        self.rows = {}  # row -> [request, tokens emitted, still active]
-        self.covered = {}  # request id -> prompt tokens computed
-        self.under_way = deque()
-
-    def deactivate(self, row):
-        if row is not None and row in self.rows:
-            self.rows[row][2] = False
-
-    def dispatch(self, plan):
-        results = []
-        for request in plan.admitted:
-            assert not (request.row in self.rows and self.rows[request.row][2])
-            self.rows[request.row] = [request, 0, False]
-            self.covered[request.id] = 0
-        if plan.prefill:
-            assert plan.shape is not None
-            assert len(plan.prefill) <= plan.shape[0]
-            assert plan.shape[0] * plan.shape[1] <= self.config.prefill_chunk
-        assert len({chunk.request.id for chunk in plan.prefill}) == len(plan.prefill)
-        for chunk in plan.prefill:
-            assert 1 <= chunk.length <= plan.shape[1]
-            assert chunk.start == self.covered[chunk.request.id]
-            self.covered[chunk.request.id] += chunk.length
-            is_last = self.covered[chunk.request.id] == len(chunk.request.prompt_ids)
-            assert chunk.is_last == is_last
-            if is_last:
-                self.rows[chunk.request.row][2] = True
-                results.append((chunk.request, self._emit(chunk.request.row, 1)))
-        active = {row for row, (_, _, is_active) in self.rows.items() if is_active}
-        named = {row for row, _ in plan.decode}
-        assert active <= named
-        assert (plan.num_steps > 0) == bool(named)
-        assert plan.num_steps <= self.config.max_window
-        for row, request in plan.decode:
-            assert self.rows[row][0] is request
-            results.append((request, self._emit(row, plan.num_steps)))
-        self.under_way.append(results)
-
-    def read(self):
-        return self.under_way.popleft() if self.under_way else []
-
-    def _emit(self, row, count):
-        tokens = []
-        while self.rows[row][2] and len(tokens) < count:
-            request, done, _ = self.rows[row]
-            tokens.append(self.outputs[request.id][done])
-            self.rows[row][1] += 1
-            at_limit = len(request.prompt_ids) + done + 1 == request.max_total_len
-            self.rows[row][2] = not (at_limit or tokens[-1] in request.stop_ids)
-        return tokens
-
-
-class World:
-    """A scheduler and its fake device, checked after every operation."""
-
-    def __init__(self, config):
-        self.config = config
-        self.scheduler = Scheduler(config)
-        self.outputs = {}
-        self.device = FakeDevice(config, self.outputs)
-        self.requests = {}
-
-    def add(self, request_id, prompt_len, output=(), now=None, **params):
-        """Adds a request that would emit `output`, then 5s for ever."""
-        sampling = SamplingParams(**params)
-        request = Request(
-            id=request_id,
-            prompt_ids=(9,) * prompt_len,
-            params=sampling,
-            seed=1,
-            stop_ids=frozenset(sampling.stop_ids([EOS])),
-        )
-        self.scheduler.add(request, now)
-        self.outputs[request_id] = [*output, *(5,) * (sampling.max_tokens - len(output))]
-        self.requests[request_id] = request
-        self.scheduler.check_integrity()
-        return request
-
-    def cancel(self, request_id):
-        self.device.deactivate(self.scheduler.cancel(request_id))
-        self.scheduler.check_integrity()
-
-    def step(self, now=None):
-        """One turn of the loop: plan, dispatch, then read what the plan before gave."""
-        plan = self.scheduler.schedule(now)
-        self.scheduler.check_integrity()
-        late = 0 if plan.is_empty else 1
-        self.device.dispatch(plan)
-        while len(self.device.under_way) > late:
-            for request, tokens in self.device.read():
-                self.scheduler.update(request, tokens, now)
-                self.scheduler.check_integrity()
-        return plan
-
-    def run(self, limit=5000):
-        plans = []
-        while not self.scheduler.is_idle:
-            plans.append(self.step())
-            assert len(plans) < limit
-        assert self.scheduler.pool.num_free == self.scheduler.pool.num_pages
-        return plans
-
-    def expected(self, request):
-        """The output and finish reason that a correct engine gives."""
-        limit = min(request.params.max_tokens, self.config.max_model_len - len(request.prompt_ids))
-        output = self.outputs[request.id][:limit]
-        for position, token in enumerate(output):
-            if token in request.stop_ids:
-                return output[: position + 1], "stop"
-        return output, "length"
-
-
-def config(**changes):
-    return EngineConfig(**{"max_model_len": 64, "max_num_seqs": 4, "page_size": 16} | changes)
+from .simulation import EOS, World, config, shown
 
 
 def test_one_request_from_prompt_to_end():
@@ -384,14 +258,6 @@ def test_any_configuration_runs_prompts_of_any_length(prefill_chunk, max_num_seq
         assert world.device.covered[request.id] == len(request.prompt_ids)
 
 
-def shown(plan):
-    """A plan as plain values."""
-    chunks = [(c.request.id, c.start, c.length, c.is_last) for c in plan.prefill]
-    rows = [(row, request.id) for row, request in plan.decode]
-    placed = [(r.id, r.row, tuple(r.pages)) for r in plan.admitted]
-    return placed, plan.shape, chunks, rows, plan.num_steps
-
-
 def random_life(seed, now):
     """A tiny crowded engine fed adds, cancels and steps at random; the world and all its plans."""
     rng = random.Random(seed)
@@ -446,7 +312,7 @@ def test_random_lives_keep_every_invariant(seed):
         else:
             assert (request.output_ids, request.finish_reason) == (output, reason)
             assert world.device.covered[request.id] == len(request.prompt_ids)
-    admitted = [int(request_id) for plan in plans for request_id, _, _ in plan[0]]
+    admitted = [int(request_id) for plan in plans for request_id, _, _ in plan.admitted]
     assert admitted == sorted(set(admitted))
 
 
