@@ -58,10 +58,10 @@ def _read_leaf(reader: RowReader, leaf: Leaf, dtype: str) -> np.ndarray:
     for part in leaf.parts:
         target = array[part.index]
         for start, stop in _chunks(part):
-            first, last = start * part.rows, stop * part.rows
+            span = part.span(start, stop)
             with np.errstate(over="ignore"):  # float16 is checked below, for every source dtype
                 # In one expression, so that no rows outlive their turn.
-                target[start:stop] = to_view(part, reader.read(part.name, first, last))
+                target[start:stop] = to_view(part, reader.read(part.name, *span))
         if dtype == "float16":
             refuse_overflow(part.name, bool(np.isfinite(target).all()))
     return array
@@ -85,13 +85,9 @@ def _check_copies(reader: RowReader, leaves: Iterable[Leaf]) -> None:
             if copy not in reader.tensors:
                 continue
             for start, stop in _chunks(part):
-                rows = slice(start * part.rows, stop * part.rows)
-                same = np.array_equal(
-                    reader.read(part.name, rows.start, rows.stop),
-                    reader.read(copy, rows.start, rows.stop),
-                )
+                span = part.span(start, stop)
                 require(
-                    same,
+                    np.array_equal(reader.read(part.name, *span), reader.read(copy, *span)),
                     f"{reader.path}: the settings tie {copy} to {part.name}, but the file has "
                     "both and they differ. Set tie_word_embeddings to false to use both.",
                 )

@@ -13,7 +13,7 @@ import numpy as np
 from jaxinfer.checkpoint.safetensors import CONFIG, INDEX, WHOLE, write_file
 from jaxinfer.config import DTYPES, ModelConfig, require
 from jaxinfer.models import family_of
-from jaxinfer.models.weights import from_view, leaf_at
+from jaxinfer.models.weights import Part, from_view, leaf_at
 
 Tensor = tuple[str, tuple[int, ...], Callable[[], np.ndarray]]
 
@@ -54,7 +54,7 @@ def save_huggingface(
 def _tensors(config: ModelConfig, params: Any) -> tuple[str, list[Tensor]]:
     """The dtype of the params, and each tensor of the file with a function that makes it."""
     dtypes: set[str] = set()
-    tensors: list[Tensor] = []
+    pieces: dict[str, list[tuple[Part, Any]]] = {}
     for leaf in family_of(config).weights(config):
         array = leaf_at(params, leaf.path)
         path = ".".join(map(str, leaf.path))
@@ -63,20 +63,24 @@ def _tensors(config: ModelConfig, params: Any) -> tuple[str, list[Tensor]]:
             f"{path} has shape {list(array.shape)}; this config needs {list(leaf.shape)}.",
         )
         dtypes.add(str(array.dtype))
-        tensors += [
-            (
-                part.name,
-                part.shape,
-                lambda part=part, array=array: from_view(part, np.asarray(array)[part.index]),
-            )
-            for part in leaf.parts
-        ]
+        for part in leaf.parts:
+            pieces.setdefault(part.name, []).append((part, array))
     require(
         len(dtypes) == 1 and dtypes <= set(DTYPES),
         f"The params are of dtype {', '.join(sorted(dtypes))}. "
         f"Convert all to one of {', '.join(DTYPES)}.",
     )
-    return dtypes.pop(), tensors
+    return dtypes.pop(), [
+        (name, of_file[0][0].shape, lambda of_file=of_file: _put_together(of_file))
+        for name, of_file in pieces.items()
+    ]
+
+
+def _put_together(pieces: list[tuple[Part, Any]]) -> np.ndarray:
+    """A tensor of the file from all its parts and the leaves that they are in."""
+    pieces = sorted(pieces, key=lambda piece: piece[0].start)
+    rows = [from_view(part, np.asarray(array)[part.index]) for part, array in pieces]
+    return rows[0] if len(rows) == 1 else np.concatenate(rows)
 
 
 def _shards(tensors: list[Tensor], itemsize: int, max_bytes: int) -> Iterator[list[Tensor]]:

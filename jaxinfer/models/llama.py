@@ -10,8 +10,7 @@ from jaxinfer.models.family import Family
 from jaxinfer.models.fields import Fields
 from jaxinfer.models.gguf import decoder_from_gguf
 from jaxinfer.models.huggingface import HARMLESS, decoder_from_hf, decoder_to_hf
-from jaxinfer.models.layout import GGUF_NAMES, HF_NAMES, decoder_leaves
-from jaxinfer.models.weights import Leaf
+from jaxinfer.models.layout import GGUF_NAMES, HF_NAMES, Layout
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
@@ -47,15 +46,9 @@ def config_from_gguf(
     return decoder_from_gguf(metadata, tensor_names, rope_divisors, family="llama")
 
 
-def weights(config: ModelConfig) -> tuple[Leaf, ...]:
-    """The leaves of the params tree, with the names of Hugging Face checkpoints."""
-    return decoder_leaves(config, HF_NAMES)
-
-
-def gguf_weights(config: ModelConfig) -> tuple[Leaf, ...]:
-    """The same leaves with the names of GGUF, whose query and key rows stand pair by pair."""
-    return decoder_leaves(config, GGUF_NAMES, interleaved=True)
-
+weights = Layout(names=HF_NAMES)
+# Rows of queries and keys stand pair by pair in GGUF.
+gguf_weights = Layout(names=GGUF_NAMES, interleaved=True)
 
 FAMILY = Family(
     name="llama",

@@ -3,13 +3,14 @@
 import itertools
 import math
 
+import ml_dtypes  # noqa: F401 (numpy then knows bfloat16)
 import numpy as np
 import pytest
 
 from jaxinfer.config import ModelConfig, RopeConfig
 from jaxinfer.models import NAMED_SHAPES, named_shape, num_parameters
 from jaxinfer.models.llama import gguf_weights, weights
-from jaxinfer.models.weights import Part, from_view, leaf_at, to_view, unflatten
+from jaxinfer.models.weights import Part, from_view, leaf_at, stacked, to_view, unflatten
 
 
 def make_config(**changes):
@@ -105,6 +106,30 @@ def test_moves_are_inverse_for_any_rows(leaves_of):
             to_view(part, file[i * part.rows : (i + 1) * part.rows]) for i in range(part.view[0])
         ]
         np.testing.assert_array_equal(np.concatenate(rows), whole)
+
+
+def test_parts_of_one_name_are_rows_of_one_tensor():
+    parts = [Part("a", (4, 3), (2, 2, 3)), Part("b", (5, 3), (5, 3)), Part("a", (6, 3), (2, 9))]
+    first, alone, second = stacked(parts)
+    assert alone == parts[1]
+    assert (first.shape, second.shape) == ((10, 3), (10, 3))
+    assert (first.rows, second.rows) == (2, 3)
+    assert (first.span(0, 2), second.span(0, 2), second.span(1, 2)) == ((0, 4), (4, 10), (7, 10))
+    file = np.arange(30.0).reshape(10, 3)
+    np.testing.assert_array_equal(to_view(second, file[7:10]), [np.arange(21.0, 30.0)])
+    np.testing.assert_array_equal(from_view(second, to_view(second, file[4:])), file[4:])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_offset_is_what_the_file_adds(dtype):
+    """Exact where the values are, and rounded once from float32 otherwise."""
+    part = Part("norm", (4,), (4,), offset=1.0)
+    file = np.array([1.25, 0.5, -1.0, 1.0078125], np.float32).astype(dtype)
+    view = to_view(part, file)
+    np.testing.assert_array_equal(view, np.array([0.25, -0.5, -2.0, 0.0078125], np.float32))
+    again = from_view(part, view.astype(dtype))
+    assert again.dtype == file.dtype
+    np.testing.assert_array_equal(again, file)
 
 
 def test_gguf_permutes_queries_and_keys_only():
