@@ -10,6 +10,9 @@ from dataclasses import dataclass
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 DTYPES = tuple(DTYPE_BYTES)
 
+# Every step finds that many of the most likely tokens for every row when one asks for any.
+MAX_LOGPROBS = 128
+
 
 def require(condition: bool, message: str) -> None:
     """Raises ValueError with `message` unless `condition` holds; a NaN comparison does not."""
@@ -254,6 +257,7 @@ class EngineConfig:
         num_pages: pages of the pool; None: enough for every row at max_model_len.
         prefill_chunk: most prompt tokens that one prefill call computes.
         max_window: most decode steps in one dispatch.
+        max_logprobs: most likely tokens whose log-probabilities a request may ask for.
         kv_dtype: of the cached keys and values; None: that of the params.
     """
 
@@ -263,6 +267,7 @@ class EngineConfig:
     num_pages: int | None = None
     prefill_chunk: int = 512
     max_window: int = 8
+    max_logprobs: int = 20
     kv_dtype: str | None = None
 
     def __post_init__(self):
@@ -272,6 +277,11 @@ class EngineConfig:
                 isinstance(value, int) and value >= 1,
                 f"EngineConfig.{name}={value!r} must be an integer of at least 1.",
             )
+        require(
+            isinstance(self.max_logprobs, int) and 0 <= self.max_logprobs <= MAX_LOGPROBS,
+            f"EngineConfig.max_logprobs={self.max_logprobs!r} must be an integer in "
+            f"0 .. {MAX_LOGPROBS}.",
+        )
         require(
             self.max_model_len % self.page_size == 0,
             f"EngineConfig.page_size={self.page_size} does not divide "

@@ -32,7 +32,12 @@ INT_RANGES = {
     "max_tokens": (1, None),
     "min_tokens": (0, None),
     "seed": (-(2**63), 2**63 - 1),
+    "logprobs": (0, None),
+    "prompt_logprobs": (0, None),
 }
+# Those of them that may be None.
+OPTIONAL = ("seed", "logprobs", "prompt_logprobs")
+LOGPROBS_MODES = ("raw", "processed")
 MAX_BIAS = 1e9
 
 
@@ -61,7 +66,12 @@ class SamplingParams:
         stop_token_ids: ids that end the output, besides the model's own EOS.
         ignore_eos: go on past the model's own EOS.
         seed: the draws are a function of (seed, prompt, sample index, position); None: a fresh one.
-        n, logprobs, prompt_logprobs, logprobs_mode: reserved (refused so far unless defaults).
+        logprobs: log-probabilities of each output token and of the k most likely in its place; 0:
+            of it alone; None: none at all. Up to `max_logprobs` of the engine.
+        prompt_logprobs: the same of each prompt token but the first, given those before it.
+        logprobs_mode: "raw": log-softmax of the model's own float32 logits; "processed": of the
+            distribution that is sampled from, after all of the above.
+        n: reserved (refused so far unless 1).
     """
 
     temperature: float = 1.0
@@ -96,7 +106,7 @@ class SamplingParams:
             )
             self._set(name, value)
         for name, (low, high) in INT_RANGES.items():
-            if name != "seed" or self.seed is not None:
+            if name not in OPTIONAL or getattr(self, name) is not None:
                 self._set(name, _int(f"SamplingParams.{name}", getattr(self, name), low, high))
         require(
             self.min_tokens <= self.max_tokens,
@@ -106,6 +116,11 @@ class SamplingParams:
         require(
             isinstance(self.ignore_eos, bool),
             f"SamplingParams.ignore_eos={self.ignore_eos!r} must be True or False.",
+        )
+        require(
+            self.logprobs_mode in LOGPROBS_MODES,
+            f"SamplingParams.logprobs_mode={self.logprobs_mode!r} is unknown. "
+            f"Choose one of {', '.join(LOGPROBS_MODES)}.",
         )
         self._set("logit_bias", _bias(self.logit_bias))
         self._set("allowed_token_ids", _ids("allowed_token_ids", self.allowed_token_ids))
@@ -122,12 +137,7 @@ class SamplingParams:
         object.__setattr__(self, name, value)
 
     def _refuse_reserved(self) -> None:
-        defaults = {
-            "n": 1,
-            "logprobs": None,
-            "prompt_logprobs": None,
-            "logprobs_mode": "raw",
-        }
+        defaults = {"n": 1}
         for name, default in defaults.items():
             value = getattr(self, name)
             require(
@@ -152,6 +162,13 @@ class SamplingParams:
                 not isinstance(word, str),
                 f"SamplingParams.bad_words holds the string {word!r}, but only token ids are known "
                 "here. Encode it with the tokenizer first.",
+            )
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            require(
+                count is None or count <= vocab_size,
+                f"SamplingParams.{name}={count} exceeds the {vocab_size} ids of the model. "
+                "Ask for fewer.",
             )
         stop_ids = self.stop_ids(eos_ids)
         fields = {

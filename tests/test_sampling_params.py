@@ -38,8 +38,11 @@ NAN, INF = float("nan"), float("inf")
         ("bad_words", [[1] * (MAX_BAD_WORD_TOKENS + 1)]),
         ("stop_token_ids", [-1]), ("stop_token_ids", list(range(MAX_STOP_IDS + 1))),
         ("stop_token_ids", "5"), ("ignore_eos", 1),
-        ("n", 2), ("n", 0), ("n", True), ("logprobs", 0),
-        ("logprobs", 5), ("prompt_logprobs", 1), ("logprobs_mode", "processed"),
+        ("n", 2), ("n", 0), ("n", True),
+        *[(n, v) for n in ("logprobs", "prompt_logprobs")
+          for v in (-1, True, False, NAN, 1.0, "1")],
+        ("logprobs_mode", "Raw"), ("logprobs_mode", None), ("logprobs_mode", 1),
+        ("logprobs_mode", ["raw"]),
     ],
 )  # fmt: skip
 def test_meaningless_values_are_refused(name, value):
@@ -55,6 +58,8 @@ def test_meaningless_values_are_refused(name, value):
         {"presence_penalty": -2}, {"frequency_penalty": 2.0}, {"repetition_penalty": 0.5},
         {"seed": 2**63 - 1}, {"seed": -(2**63)}, {"seed": np.int64(7)},
         {"seed": np.uint64(2**63 - 1)},
+        {"logprobs": 0}, {"logprobs": np.int64(20)}, {"prompt_logprobs": 0}, {"logprobs": None},
+        {"prompt_logprobs": 128, "logprobs_mode": "processed"},
         {"min_tokens": 16}, {"bad_words": []}, {"logit_bias": {}}, {"stop_token_ids": []},
     ],
 )  # fmt: skip
@@ -119,6 +124,8 @@ def test_stop_ids_unite_eos_and_the_row_s_own():
         ({"allowed_token_ids": [3, 11]}, "allowed_token_ids holds token id 11"),
         ({"bad_words": [[1], [2, 12]]}, "bad_words holds token id 12"),
         ({"stop_token_ids": [10]}, "stop_token_ids holds token id 10"),
+        ({"logprobs": 11}, "logprobs=11 exceeds the 10 ids of the model. Ask for fewer"),
+        ({"prompt_logprobs": 11}, "prompt_logprobs=11 exceeds the 10 ids"),
         ({"bad_words": ["no"]}, "Encode it"),
         ({"allowed_token_ids": [3, 4], "bad_words": [[4], [3]]}, "forbids every allowed token"),
         ({"allowed_token_ids": [0], "min_tokens": 1}, "min_tokens=1 allows no stop id"),

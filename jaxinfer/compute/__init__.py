@@ -14,6 +14,7 @@ from jaxinfer.compute.steps import (
 from jaxinfer.compute.types import (
     DecodeState,
     KVCache,
+    Logprobs,
     PrefillBatch,
     SamplingState,
     StepOutput,
@@ -23,6 +24,7 @@ __all__ = [
     "DecodeState",
     "Decoder",
     "KVCache",
+    "Logprobs",
     "PrefillBatch",
     "SamplingState",
     "StepOutput",

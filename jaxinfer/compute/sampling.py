@@ -95,17 +95,6 @@ def distribution(
     return Distribution(logits_BV, best_B, top_B, cutoff)
 
 
-def sampled_log_probs(
-    logits_BV: jax.Array, sampling: SamplingState, *, logits_hook: LogitsHook | None = None
-) -> jax.Array:
-    """Log-probabilities [B, V] of the distribution that `sample` draws from, float32.
-
-    -inf where a token cannot be drawn; a greedy row has 0 at its argmax and -inf elsewhere.
-    """
-    weights_BV = distribution(logits_BV, sampling, logits_hook=logits_hook).log_weights(sampling)
-    return jax.nn.log_softmax(weights_BV, axis=-1)
-
-
 def advance(sampling: SamplingState, tokens_B: jax.Array, active_B: jax.Array) -> SamplingState:
     """The state after the active rows produced `tokens_B`; the others' tokens are not looked at.
 

@@ -94,6 +94,8 @@ def make_sampling_state(
         "bad_words_BCR": np.stack([_bad_words(p) for p in params]),
         "stop_ids_BC": _pad([p.stop_ids(eos_ids) for p in params], MAX_STOP_IDS),
         "min_tokens_B": per_row((min(p.min_tokens, _INT32_MAX) for p in params), np.int32),
+        "asks_logprobs_B": per_row((p.logprobs is not None for p in params), np.bool_),
+        "processed_logprobs_B": per_row((p.logprobs_mode == "processed" for p in params), np.bool_),
         "key_B2": np.stack(
             [request_key(seed, ids, sample_index) for seed, ids in zip(seeds, prompts, strict=True)]
         ),

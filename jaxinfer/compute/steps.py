@@ -14,7 +14,8 @@ from jax import Array, lax
 
 from jaxinfer.compute.decoder import Decoder, Params
 from jaxinfer.compute.logits import LogitsHook
-from jaxinfer.compute.sampling import advance, sample
+from jaxinfer.compute.logprobs import init_logprobs, token_logprobs
+from jaxinfer.compute.sampling import advance, draw
 from jaxinfer.compute.types import (
     DecodeState,
     KVCache,
@@ -34,28 +35,38 @@ def prefill_step(
     *,
     logits_hook: LogitsHook | None = None,
     return_logits: bool = False,
+    max_logprobs: int | None = None,
 ) -> tuple[KVCache, StepOutput]:
     """`(cache, output)`: the chunk's K/V written, and the token that follows each row's last one.
 
     For a row whose prompt goes on in a later chunk the token means nothing; rows of query length 0
-    give -1.
+    give -1. With `max_logprobs` the rows that ask have log-probabilities, with as many of the most
+    likely tokens; None: nobody has.
     """
-    cache, x_BD = prefill_hidden(model, params, cache, batch)
+    cache, x_BTD = prefill_hidden(model, params, cache, batch)
+    last_B = jnp.maximum(batch.query_lens_B - 1, 0)
+    x_BD = jnp.take_along_axis(x_BTD, last_B[:, None, None], axis=1)[:, 0]
     logits_BV = model.unembed(params, x_BD)
-    tokens_B = sample(logits_BV, sampling, batch.context_lens_B, logits_hook=logits_hook)
-    tokens_B = jnp.where(batch.query_lens_B > 0, tokens_B, -1)
-    return cache, StepOutput(tokens_B[:, None], logits_BV if return_logits else None)
+    output = sample_active(
+        logits_BV,
+        sampling,
+        batch.query_lens_B > 0,
+        batch.context_lens_B,
+        logits_hook=logits_hook,
+        max_logprobs=max_logprobs,
+    )
+    return cache, dataclasses.replace(output, logits_BV=logits_BV if return_logits else None)
 
 
 def prefill_hidden(
     model: Decoder, params: Params, cache: KVCache, batch: PrefillBatch
 ) -> tuple[KVCache, Array]:
-    """`(cache, x_BD)`: the chunk's K/V written; the hidden state of each row's last token.
+    """`(cache, x_BTD)`: the chunk's K/V written; the final hidden state of each token.
 
     The part of `prefill_step` that every chunk needs; only a prompt's last one needs the rest.
     """
     with jax.named_scope("prefill"):
-        cache, x_BTD = model(
+        return model(
             params,
             cache,
             batch.tokens_BT,
@@ -63,8 +74,6 @@ def prefill_hidden(
             batch.context_lens_B,
             batch.query_lens_B,
         )
-        last_B = jnp.maximum(batch.query_lens_B - 1, 0)
-        return cache, jnp.take_along_axis(x_BTD, last_B[:, None, None], axis=1)[:, 0]
 
 
 def start_decode(
@@ -89,10 +98,32 @@ def start_decode(
     )
 
 
-def only_active(sampling: SamplingState, active_B: Array) -> SamplingState:
-    """The state with the other rows made greedy: the sampler does no work for them."""
-    temperature_B = jnp.where(active_B, sampling.temperature_B, 0.0)
-    return dataclasses.replace(sampling, temperature_B=temperature_B)
+def sample_active(
+    logits_BV: Array,
+    sampling: SamplingState,
+    active_B: Array,
+    positions_B: Array,
+    *,
+    logits_hook: LogitsHook | None = None,
+    max_logprobs: int | None = None,
+) -> StepOutput:
+    """The next token of each active row, as `sample` draws it, W = 1; -1 for the others.
+
+    Those are made greedy and ask for nothing, so that the sampler does no work for them.
+    """
+    sampling = dataclasses.replace(
+        sampling,
+        temperature_B=jnp.where(active_B, sampling.temperature_B, 0.0),
+        asks_logprobs_B=sampling.asks_logprobs_B & active_B,
+    )
+    tokens_B, drawn_from = draw(logits_BV, sampling, positions_B, logits_hook=logits_hook)
+    logprobs = None
+    if max_logprobs is not None:
+        logprobs = token_logprobs(
+            logits_BV, tokens_B, drawn_from, sampling, max_logprobs=max_logprobs
+        )
+        logprobs = jax.tree.map(lambda leaf: leaf[:, None], logprobs)
+    return StepOutput(jnp.where(active_B, tokens_B, -1)[:, None], logprobs=logprobs)
 
 
 def is_stop(tokens_B: Array, sampling: SamplingState) -> Array:
@@ -108,8 +139,12 @@ def decode_step(
     *,
     logits_hook: LogitsHook | None = None,
     return_logits: bool = False,
+    max_logprobs: int | None = None,
 ) -> tuple[KVCache, DecodeState, StepOutput]:
-    """`(cache, state, output)`: one more token of each active row; -1 for the others."""
+    """`(cache, state, output)`: one more token of each active row; -1 for the others.
+
+    With `max_logprobs` as in `prefill_step`.
+    """
     with jax.named_scope("decode"):
         active_B = state.remaining_B > 0
         step_B = active_B.astype(jnp.int32)
@@ -117,8 +152,15 @@ def decode_step(
         tokens_B1 = jnp.maximum(state.tokens_B, 0)[:, None]
         cache, x_B1D = model(params, cache, tokens_B1, state.page_table_BM, context_lens_B, step_B)
         logits_BV = model.unembed(params, x_B1D[:, 0])
-        sampling = only_active(state.sampling, active_B)
-        sampled_B = sample(logits_BV, sampling, context_lens_B, logits_hook=logits_hook)
+        output = sample_active(
+            logits_BV,
+            state.sampling,
+            active_B,
+            context_lens_B,
+            logits_hook=logits_hook,
+            max_logprobs=max_logprobs,
+        )
+        sampled_B = output.tokens_BW[:, 0]
         going_on_B = active_B & ~is_stop(sampled_B, state.sampling)
         state = DecodeState(
             tokens_B=jnp.where(active_B, sampled_B, state.tokens_B),
@@ -127,8 +169,8 @@ def decode_step(
             page_table_BM=state.page_table_BM,
             sampling=advance(state.sampling, sampled_B, active_B),
         )
-    tokens_B = jnp.where(active_B, sampled_B, -1)
-    return cache, state, StepOutput(tokens_B[:, None], logits_BV if return_logits else None)
+    output = dataclasses.replace(output, logits_BV=logits_BV if return_logits else None)
+    return cache, state, output
 
 
 def decode_window(
@@ -140,11 +182,13 @@ def decode_window(
     *,
     max_steps: int = 8,
     logits_hook: LogitsHook | None = None,
+    max_logprobs: int | None = None,
 ) -> tuple[KVCache, DecodeState, StepOutput]:
     """`(cache, state, output)` after `num_steps` decode steps; `tokens_BW`, W = max_steps.
 
     `num_steps` may be traced: one executable serves every length up to `max_steps`. Each row stops
-    by itself (stop id or budget); the loop ends early only when all have.
+    by itself (stop id or budget); the loop ends early only when all have. With `max_logprobs` as in
+    `prefill_step`.
     """
 
     def going_on(carry):
@@ -152,18 +196,28 @@ def decode_window(
         return (step < num_steps) & jnp.any(state.remaining_B > 0)
 
     def body(carry):
-        step, cache, state, tokens_BW = carry
-        cache, state, output = decode_step(model, params, cache, state, logits_hook=logits_hook)
-        tokens_BW = lax.dynamic_update_slice(tokens_BW, output.tokens_BW, (0, step))
-        return step + 1, cache, state, tokens_BW
+        step, cache, state, window = carry
+        cache, state, output = decode_step(
+            model, params, cache, state, logits_hook=logits_hook, max_logprobs=max_logprobs
+        )
+        window = jax.tree.map(
+            lambda all_BW, one_B1: lax.dynamic_update_slice_in_dim(all_BW, one_B1, step, axis=1),
+            window,
+            output,
+        )
+        return step + 1, cache, state, window
 
-    tokens_BW = jnp.full((state.tokens_B.shape[0], max_steps), -1, jnp.int32)
+    shape = (state.tokens_B.shape[0], max_steps)
+    window = StepOutput(
+        jnp.full(shape, -1, jnp.int32),
+        logprobs=None if max_logprobs is None else init_logprobs(shape, max_logprobs),
+    )
     if isinstance(num_steps, int):
         require(
             num_steps <= max_steps,
             f"num_steps={num_steps} exceeds max_steps={max_steps}. Raise max_steps.",
         )
     num_steps = jnp.minimum(jnp.asarray(num_steps, jnp.int32), max_steps)
-    carry = (jnp.int32(0), cache, state, tokens_BW)
-    _, cache, state, tokens_BW = lax.while_loop(going_on, body, carry)
-    return cache, state, StepOutput(tokens_BW)
+    carry = (jnp.int32(0), cache, state, window)
+    _, cache, state, window = lax.while_loop(going_on, body, carry)
+    return cache, state, window

@@ -77,6 +77,8 @@ class SamplingState:
     bad_words_BCR: Array  # int32; right-aligned: the last id of each word stands last
     stop_ids_BC: Array  # int32
     min_tokens_B: Array  # int32
+    asks_logprobs_B: Array  # bool
+    processed_logprobs_B: Array  # bool; of the distribution that is sampled from, not of raw logits
     key_B2: Array  # uint32, threefry key data of (seed, prompt, sample index)
     num_output_B: Array  # int32, tokens generated so far
     recent_BR: Array  # int32, the last R output ids, the newest last; -1 before the first
@@ -99,12 +101,25 @@ class DecodeState:
 
 
 @pytree
+class Logprobs:
+    """Log-probabilities of tokens `[...]`, and the C most likely ones in the place of each.
+
+    C is the static `max_logprobs`; the most likely comes first, of equals the lower id.
+    """
+
+    chosen: Array  # float32 [...]
+    top_ids: Array  # int32 [..., C]
+    top: Array  # float32 [..., C]
+
+
+@pytree
 class StepOutput:
     """What a step sampled.
 
-    `tokens_BW` holds -1 where a row produced nothing. `logits_BV` (float32, raw) is None unless
-    asked for.
+    `tokens_BW` holds -1 where a row produced nothing. `logits_BV` (float32, raw) and `logprobs`
+    ([B, W], which mean nothing for rows that did not ask) are None unless asked for.
     """
 
     tokens_BW: Array  # int32
     logits_BV: Array | None = None
+    logprobs: Logprobs | None = None

@@ -9,7 +9,7 @@ import numpy as np
 from jaxinfer.compute.sampling_state import make_sampling_state
 from jaxinfer.compute.types import DecodeState
 from jaxinfer.config import EngineConfig
-from jaxinfer.engine.device import Chunks, Starts
+from jaxinfer.engine.device import Chunks, Scored, Starts
 from jaxinfer.sched import Chunk, Request
 
 
@@ -63,19 +63,50 @@ def prefill_batch(chunks: Sequence[Chunk], shape: tuple[int, int], num_rows: int
     return batch
 
 
-def start_batch(chunks: Sequence[Chunk], num_starts: int, num_rows: int) -> Starts:
-    """Those of the chunks that are the last of their prompts, at their places in the call."""
+def start_batch(
+    chunks: Sequence[Chunk],
+    starts: Sequence[tuple[int, Request]],
+    shape: tuple[int, int],
+    *,
+    num_starts: int,
+    num_rows: int,
+) -> Starts:
+    """The (index into `chunks`, request) of `starts`, padded: each starts where that chunk ends."""
     batch = Starts(
         rows_B=np.full(num_starts, num_rows, np.int32),
+        index_B=np.zeros(num_starts, np.int32),
         context_lens_B=np.zeros(num_starts, np.int32),
         max_tokens_B=np.zeros(num_starts, np.int32),
     )
-    for b, chunk in enumerate(chunks):
-        if chunk.is_last:
-            batch.rows_B[b] = chunk.request.row
-            batch.context_lens_B[b] = chunk.start + chunk.length
-            batch.max_tokens_B[b] = chunk.request.max_total_len - chunk.request.num_known
+    for b, (at, request) in enumerate(starts):
+        chunk = chunks[at]
+        batch.rows_B[b] = request.row
+        batch.index_B[b] = at * shape[1] + chunk.length - 1
+        batch.context_lens_B[b] = chunk.start + chunk.length
+        batch.max_tokens_B[b] = request.max_total_len - request.num_known
     return batch
+
+
+def num_scored(chunk: Chunk) -> int:
+    """How many tokens of `chunk` are followed by one of the prompt that is to be scored."""
+    if chunk.request.params.prompt_logprobs is None:
+        return 0
+    return max(min(chunk.length, len(chunk.request.prompt_ids) - 1 - chunk.start), 0)
+
+
+def score_batch(chunk: Chunk, index: int, max_model_len: int) -> Scored:
+    """What scores the tokens that follow those of `chunk`, whose hidden states begin at `index`."""
+    prompt_ids = chunk.request.prompt_ids
+    tokens_S = np.full(max_model_len, -1, np.int32)
+    tokens_S[: len(prompt_ids)] = prompt_ids
+    assert chunk.request.row is not None
+    return Scored(
+        tokens_S,
+        row=np.int32(chunk.request.row),
+        index=np.int32(index),
+        start=np.int32(chunk.start),
+        length=np.int32(num_scored(chunk)),
+    )
 
 
 def decode_sizes(max_num_seqs: int) -> tuple[int, ...]:

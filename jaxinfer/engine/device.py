@@ -1,4 +1,4 @@
-"""The programs that the engine compiles: write or stop a row; prefill, start and decode rows.
+"""The programs that the engine compiles: write or stop a row; prefill, score, start, decode rows.
 
 Each request in flight owns a row of one resident `DecodeState`; a program works on the rows that it
 is given. Row indices out of range are padding.
@@ -15,9 +15,17 @@ from jax import lax
 
 from jaxinfer.compute.decoder import Decoder, Params
 from jaxinfer.compute.logits import LogitsHook
-from jaxinfer.compute.sampling import sample
-from jaxinfer.compute.steps import decode_window, only_active, prefill_hidden, start_decode
-from jaxinfer.compute.types import Array, DecodeState, KVCache, PrefillBatch, pytree
+from jaxinfer.compute.scoring import score_prompt
+from jaxinfer.compute.steps import decode_window, prefill_hidden, sample_active, start_decode
+from jaxinfer.compute.types import (
+    Array,
+    DecodeState,
+    KVCache,
+    Logprobs,
+    PrefillBatch,
+    StepOutput,
+    pytree,
+)
 
 
 @pytree
@@ -32,11 +40,23 @@ class Chunks:
 
 @pytree
 class Starts:
-    """Which chunks of a call were the last of their rows' prompts, padded to a fixed B."""
+    """The rows that begin to decode, padded to a fixed B; several may start from one state."""
 
-    rows_B: Array  # int32; out of range: not the last, or no chunk at all
+    rows_B: Array  # int32; out of range: padding
+    index_B: Array  # int32, of the prompt's last hidden state in the x_ND of its prefill
     context_lens_B: Array  # int32
     max_tokens_B: Array  # int32, tokens that the row may produce
+
+
+@pytree
+class Scored:
+    """A chunk whose following tokens are scored: positions start..start+length-1 of a prompt."""
+
+    tokens_S: Array  # int32, the whole prompt; -1 behind it
+    row: Array  # int32
+    index: Array  # int32, of the chunk's first hidden state in the x_ND of its prefill
+    start: Array  # int32
+    length: Array  # int32
 
 
 def pack_row(row: DecodeState) -> np.ndarray:
@@ -115,38 +135,73 @@ def prefill_rows(
     page_table_RM: Array,
     chunks: Chunks,
     *,
-    num_starts: int,
+    num_hidden: int,
 ) -> tuple[KVCache, Array]:
-    """`(cache, x_BD)`: the chunks' K/V written, and the hidden state of each one's last token.
+    """`(cache, x_ND)`: the chunks' K/V written, and the hidden states of their tokens row by row.
 
-    Padded to B = num_starts, so that one `start_rows` serves calls of any shape.
+    Padded to N = num_hidden, so that one `start_rows` and one `score_rows` serve calls of any
+    shape.
     """
     # A padding row writes and sees nothing, whatever pages it is given.
     table_BM = page_table_RM.at[chunks.rows_B].get(mode="clip")
     batch = PrefillBatch(chunks.tokens_BT, chunks.query_lens_B, chunks.context_lens_B, table_BM)
-    cache, x_BD = prefill_hidden(model, params, cache, batch)
-    return cache, jnp.pad(x_BD, ((0, num_starts - x_BD.shape[0]), (0, 0)))
+    cache, x_BTD = prefill_hidden(model, params, cache, batch)
+    x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
+    return cache, jnp.pad(x_ND, ((0, num_hidden - x_ND.shape[0]), (0, 0)))
+
+
+def score_rows(
+    model: Decoder,
+    params: Params,
+    state: DecodeState,
+    x_ND: Array,
+    scored: Scored,
+    *,
+    max_logprobs: int,
+    logits_hook: LogitsHook | None = None,
+) -> Logprobs:
+    """`Logprobs` [N] of the prompt token that follows each hidden state of the chunk.
+
+    See `score_prompt`.
+    """
+    row = jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, scored.row, 1), state.sampling)
+    return score_prompt(
+        model,
+        params,
+        row,
+        x_ND,
+        scored.tokens_S,
+        index=scored.index,
+        start=scored.start,
+        length=scored.length,
+        max_logprobs=max_logprobs,
+        logits_hook=logits_hook,
+    )
 
 
 def start_rows(
     model: Decoder,
     params: Params,
     state: DecodeState,
-    x_BD: Array,
+    x_ND: Array,
     starts: Starts,
     *,
+    max_logprobs: int,
     logits_hook: LogitsHook | None = None,
-) -> tuple[DecodeState, Array]:
-    """`(state, tokens_B)`: the rows ready to decode, and their first tokens; -1 for padding."""
+) -> tuple[DecodeState, StepOutput]:
+    """`(state, output)`: the rows ready to decode, and their first tokens; -1 for padding."""
     rows = _take_rows(state, starts.rows_B)
     rows = dataclasses.replace(rows, context_lens_B=starts.context_lens_B)
-    logits_BV = model.unembed(params, x_BD)
-    is_row_B = starts.rows_B < state.tokens_B.shape[0]
-    sampling = only_active(rows.sampling, is_row_B)
-    tokens_B = sample(logits_BV, sampling, rows.context_lens_B, logits_hook=logits_hook)
-    tokens_B = jnp.where(is_row_B, tokens_B, -1)
-    rows = start_decode(rows, rows.sampling, tokens_B, starts.max_tokens_B)
-    return _put_rows(state, starts.rows_B, rows), tokens_B
+    output = sample_active(
+        model.unembed(params, x_ND.at[starts.index_B].get(mode="clip")),
+        rows.sampling,
+        starts.rows_B < state.tokens_B.shape[0],
+        rows.context_lens_B,
+        logits_hook=logits_hook,
+        max_logprobs=max_logprobs,
+    )
+    rows = start_decode(rows, rows.sampling, output.tokens_BW[:, 0], starts.max_tokens_B)
+    return _put_rows(state, starts.rows_B, rows), output
 
 
 def decode_rows(
@@ -158,11 +213,19 @@ def decode_rows(
     num_steps: Array,
     *,
     max_steps: int,
+    max_logprobs: int,
     logits_hook: LogitsHook | None = None,
-) -> tuple[KVCache, DecodeState, Array]:
-    """`(cache, state, tokens_BW)`: up to `num_steps` more tokens of each of the rows."""
+) -> tuple[KVCache, DecodeState, StepOutput]:
+    """`(cache, state, output)`: up to `num_steps` more tokens of each of the rows."""
     rows = _take_rows(state, rows_B)
     cache, rows, output = decode_window(
-        model, params, cache, rows, num_steps, max_steps=max_steps, logits_hook=logits_hook
+        model,
+        params,
+        cache,
+        rows,
+        num_steps,
+        max_steps=max_steps,
+        logits_hook=logits_hook,
+        max_logprobs=max_logprobs,
     )
-    return cache, _put_rows(state, rows_B, rows), output.tokens_BW
+    return cache, _put_rows(state, rows_B, rows), output

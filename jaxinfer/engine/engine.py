@@ -10,35 +10,52 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from jax import Array
 
 from jaxinfer.compute.decoder import Decoder, Params
 from jaxinfer.compute.logits import LogitsHook
 from jaxinfer.compute.sampling_state import fresh_seed
-from jaxinfer.compute.types import DecodeState
+from jaxinfer.compute.types import DecodeState, Logprobs, StepOutput
 from jaxinfer.config import EngineConfig, require
-from jaxinfer.engine.batching import decode_batch, prefill_batch, request_row, start_batch
+from jaxinfer.engine.batching import (
+    decode_batch,
+    num_scored,
+    prefill_batch,
+    request_row,
+    score_batch,
+    start_batch,
+)
 from jaxinfer.engine.executor import Executor
+from jaxinfer.engine.logprobs import token_logprobs
 from jaxinfer.engine.programs import Progress
 from jaxinfer.sampling_params import SamplingParams
-from jaxinfer.sched import Request, Scheduler, StepPlan
+from jaxinfer.sched import Chunk, Request, Scheduler, StepPlan, TokenLogprobs
 
 
 @dataclass(frozen=True)
 class TokenOutput:
-    """What one step brought one request: its new token ids, and how it ended if it did."""
+    """What one step brought one request: its new token ids, and how it ended if it did.
+
+    With as many `logprobs` if it asks for them. Those of its prompt, if it asks for them, are all
+    in `request.prompt_logprobs` when its first token comes.
+    """
 
     request: Request
     new_ids: tuple[int, ...]
     finish_reason: str | None
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True)
 class _Underway:
-    """Tokens `[B]` or `[B, W]` that the device is computing, and the request of each row."""
+    """What the device is computing: the tokens of `requests`, a row each, and scores of chunks.
 
-    tokens: Array
+    A chunk that is scored comes with the index of its first hidden state.
+    """
+
+    output: StepOutput | None
     requests: tuple[Request, ...]
+    scores: tuple[Logprobs, ...] = ()
+    scored: tuple[tuple[int, Chunk], ...] = ()
 
 
 class Engine:
@@ -117,12 +134,13 @@ class Engine:
 
         Raises ValueError at once, and nothing else changes, if it can never run: a token id that
         the model does not have, an empty prompt, more tokens than `max_model_len` or than the whole
-        cache.
+        cache, more log-probabilities than `max_logprobs`.
         """
         free_names = (name for name in map(str, self._ids) if name not in self._requests)
         name = next(free_names) if request_id is None else request_id
         prompt = self._checked_prompt(name, prompt_ids)
         params.check(self.num_valid_ids, self.eos_ids)
+        self._check_logprobs(name, params)
         request = Request(
             id=name,
             prompt_ids=prompt,
@@ -130,6 +148,8 @@ class Engine:
             seed=fresh_seed() if params.seed is None else params.seed,
             stop_ids=frozenset(params.stop_ids(self.eos_ids)),
         )
+        if params.prompt_logprobs is not None:
+            request.prompt_logprobs.append(None)  # nothing comes before the first token
         self.scheduler.add(request, time.perf_counter())
         self._requests[name] = request
         return request
@@ -190,31 +210,60 @@ class Engine:
     def _dispatch(self, plan: StepPlan) -> None:
         executor = self._executor
         if plan.shape is not None:
-            x_BD = executor.prefill(prefill_batch(plan.prefill, plan.shape, executor.num_rows))
-            if any(chunk.is_last for chunk in plan.prefill):
-                starts = start_batch(plan.prefill, executor.num_starts, executor.num_rows)
-                requests = tuple(chunk.request for chunk in plan.prefill)
-                self._underway.append(_Underway(executor.start(x_BD, starts), requests))
+            self._prefill(plan, plan.shape)
         if plan.num_steps:
             rows = [row for row, _ in plan.decode]
             rows_B = decode_batch(rows, executor.decode_sizes, executor.num_rows)
-            tokens_BW = executor.decode(rows_B, plan.num_steps)
-            self._underway.append(_Underway(tokens_BW, tuple(r for _, r in plan.decode)))
+            requests = tuple(request for _, request in plan.decode)
+            output = _only_asked(executor.decode(rows_B, plan.num_steps), requests)
+            self._underway.append(_Underway(output, requests))
+
+    def _prefill(self, plan: StepPlan, shape: tuple[int, int]) -> None:
+        """Dispatches the prefill call, the scores of its chunks and the first tokens after it."""
+        executor, chunks = self._executor, plan.prefill
+        x_ND = executor.prefill(prefill_batch(chunks, shape, executor.num_rows))
+        scored = tuple((at * shape[1], c) for at, c in enumerate(chunks) if num_scored(c))
+        scores = tuple(
+            executor.score(x_ND, score_batch(chunk, index, self.config.max_model_len))
+            for index, chunk in scored
+        )
+        starts = [(at, chunk.request) for at, chunk in enumerate(chunks) if chunk.is_last]
+        requests = tuple(request for _, request in starts)
+        output = None
+        if starts:
+            sizes = dict(num_starts=executor.num_starts, num_rows=executor.num_rows)
+            batch = start_batch(chunks, starts, shape, **sizes)
+            output = _only_asked(executor.start(x_ND, batch), requests)
+        if starts or scored:
+            self._underway.append(_Underway(output, requests, scores, scored))
 
     def _read(self) -> None:
         """Makes the outputs of the oldest work under way ready; interrupted, it loses nothing."""
-        tokens_BW = self._executor.fetch(self._underway[0].tokens)
-        requests = self._underway.popleft().requests
-        tokens_BW = tokens_BW.reshape(len(tokens_BW), -1)
+        first = self._underway[0]
+        output, scores = self._executor.fetch((first.output, first.scores))
+        underway = self._underway.popleft()
+        for (index, chunk), found in zip(underway.scored, scores, strict=True):
+            if chunk.request.finish_reason is None:
+                _take_scores(chunk, index, found)
+        if output is not None:
+            self._take_tokens(underway.requests, output)
+
+    def _take_tokens(self, requests: Sequence[Request], output: StepOutput) -> None:
+        """Makes the tokens ready that a step has produced for `requests`, a row each."""
         now = time.perf_counter()
-        for request, tokens_W in zip(requests, tokens_BW, strict=False):
-            new_ids = tuple(int(token) for token in tokens_W if token >= 0)
+        for b, request in enumerate(requests):
+            new_ids = tuple(int(token) for token in output.tokens_BW[b] if token >= 0)
             if not new_ids or request.finish_reason is not None:
                 continue
+            num_top, logprobs = request.params.logprobs, []
+            if num_top is not None:
+                assert output.logprobs is not None
+                logprobs = token_logprobs(output.logprobs, b, new_ids, num_top)
+                request.logprobs.extend(logprobs)
             reason = self.scheduler.update(request, new_ids, now)
             if reason is not None:
                 del self._requests[request.id]
-            self._ready.append(TokenOutput(request, new_ids, reason))
+            self._ready.append(TokenOutput(request, new_ids, reason, tuple(logprobs)))
 
     def _row_of(self, request: Request) -> DecodeState:
         return request_row(
@@ -224,6 +273,16 @@ class Engine:
             num_valid_ids=self.num_valid_ids,
             eos_ids=self.eos_ids,
         )
+
+    def _check_logprobs(self, name: str, params: SamplingParams) -> None:
+        most = self.config.max_logprobs
+        for field in ("logprobs", "prompt_logprobs"):
+            count = getattr(params, field)
+            require(
+                count is None or count <= most,
+                f"Request {name!r} asks for {field}={count}, more than max_logprobs={most}. "
+                "Ask for fewer or raise max_logprobs.",
+            )
 
     def _checked_prompt(self, name: str, prompt_ids: Sequence[int]) -> tuple[int, ...]:
         ids = np.asarray(prompt_ids)
@@ -238,3 +297,21 @@ class Engine:
             f"the model has ids 0..{self.num_valid_ids - 1}.",
         )
         return tuple(ids.tolist())
+
+
+def _only_asked(output: StepOutput, requests: Sequence[Request]) -> StepOutput:
+    """What to fetch of `output`: log-probabilities only where a request asks for them."""
+    if any(request.params.logprobs is not None for request in requests):
+        return output
+    return dataclasses.replace(output, logprobs=None)
+
+
+def _take_scores(chunk: Chunk, index: int, found: Logprobs) -> None:
+    """Adds to the request what was found of the prompt tokens that follow those of `chunk`."""
+    request, first = chunk.request, chunk.start + 1
+    assert len(request.prompt_logprobs) >= first, f"{request.id}: scores before {first} are missing"
+    ids = request.prompt_ids[first : first + chunk.length]
+    num_top = request.params.prompt_logprobs
+    assert num_top is not None
+    scores = token_logprobs(found, slice(index, None), ids, num_top)
+    request.prompt_logprobs[first : first + len(ids)] = scores

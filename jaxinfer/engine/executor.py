@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +13,15 @@ from jax import Array
 from jaxinfer.compute.cache import init_cache
 from jaxinfer.compute.decoder import Decoder, Params
 from jaxinfer.compute.logits import LogitsHook
-from jaxinfer.compute.types import DecodeState
+from jaxinfer.compute.types import DecodeState, Logprobs, StepOutput
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine import device
 from jaxinfer.engine.batching import decode_sizes
-from jaxinfer.engine.device import Chunks, Starts
+from jaxinfer.engine.device import Chunks, Scored, Starts
 from jaxinfer.engine.programs import Programs, Progress
 from jaxinfer.sched.buckets import Shape
+
+T = TypeVar("T")
 
 
 class Executor:
@@ -57,9 +60,10 @@ class Executor:
             params,
             self._cache,
             self._state,
+            config,
             num_words=len(device.pack_row(empty_row)),
             num_starts=self.num_starts,
-            max_window=config.max_window,
+            num_hidden=max(rows * tokens for rows, tokens in prefill_shapes),
             logits_hook=logits_hook,
         )
 
@@ -67,7 +71,7 @@ class Executor:
         """Returns None; every program that a request can need is compiled."""
         keys = [("prefill", *shape) for shape in self._prefill_shapes]
         keys += [("decode", size) for size in self.decode_sizes]
-        keys += [("start",), ("write_row",), ("stop_row",)]
+        keys += [("score",), ("start",), ("write_row",), ("stop_row",)]
         self._programs.compile(keys, progress)
 
     def write_row(self, row: int, state: DecodeState) -> None:
@@ -80,26 +84,32 @@ class Executor:
         self._state = self._programs["stop_row",](self._state, np.int32(row))
 
     def prefill(self, chunks: Chunks) -> Array:
-        """The hidden state `[num_starts, D]` of each chunk's last token; not waited for."""
+        """The hidden states `[N, D]` of the chunks' tokens, row by row; not waited for."""
         program = self._programs["prefill", *chunks.tokens_BT.shape]
         table_RM = self._state.page_table_BM
-        self._cache, x_BD = program(self._params, self._cache, table_RM, chunks)
-        return x_BD
+        self._cache, x_ND = program(self._params, self._cache, table_RM, chunks)
+        return x_ND
 
-    def start(self, x_BD: Array, starts: Starts) -> Array:
-        """The first tokens `[num_starts]` of rows that now decode, -1 for padding; no waiting."""
+    def score(self, x_ND: Array, scored: Scored) -> Logprobs:
+        """`Logprobs` [N] of the prompt tokens that follow those of a chunk; not waited for."""
+        return self._programs["score",](self._params, self._state, x_ND, scored)
+
+    def start(self, x_ND: Array, starts: Starts) -> StepOutput:
+        """The first tokens `[num_starts, 1]` of rows that now decode, -1 for padding; not waited
+        for.
+        """
         program = self._programs["start",]
-        self._state, tokens_B = program(self._params, self._state, x_BD, starts)
-        return tokens_B
+        self._state, output = program(self._params, self._state, x_ND, starts)
+        return output
 
-    def decode(self, rows_B: np.ndarray, num_steps: int) -> Array:
+    def decode(self, rows_B: np.ndarray, num_steps: int) -> StepOutput:
         """The next tokens `[B, W]` of the rows, -1 where none; not waited for."""
         program = self._programs["decode", len(rows_B)]
         arguments = self._on_device(rows_B), self._num_steps[num_steps]
-        self._cache, self._state, tokens_BW = program(
+        self._cache, self._state, output = program(
             self._params, self._cache, self._state, *arguments
         )
-        return tokens_BW
+        return output
 
     def _on_device(self, rows_B: np.ndarray) -> Array:
         """`rows_B` there; while the same rows decode on, nothing is sent."""
@@ -107,10 +117,12 @@ class Executor:
             self._decoding = rows_B, jnp.asarray(rows_B)
         return self._decoding[1]
 
-    def fetch(self, array: Array) -> np.ndarray:
-        """`array` on the host, waited for: the only copy from the device that the engine makes."""
+    def fetch(self, results: T) -> T:
+        """The pytree `results` on the host, waited for: the only copy from the device that the
+        engine makes.
+        """
         start = time.perf_counter()
-        fetched = np.asarray(array)
+        fetched = jax.device_get(results)
         self.num_fetches += 1
         self.wait_s += time.perf_counter() - start
         return fetched

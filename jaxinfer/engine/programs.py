@@ -17,8 +17,9 @@ import jax.numpy as jnp
 from jaxinfer.compute.decoder import Decoder, Params
 from jaxinfer.compute.logits import LogitsHook
 from jaxinfer.compute.types import DecodeState, KVCache
+from jaxinfer.config import EngineConfig
 from jaxinfer.engine import device
-from jaxinfer.engine.device import Chunks, Starts
+from jaxinfer.engine.device import Chunks, Scored, Starts
 
 Progress = Callable[[int, int], None]
 Key = tuple[str, *tuple[int, ...]]
@@ -41,8 +42,9 @@ def keep_compiled_programs() -> None:
 class Programs:
     """Compiled programs by key: a name of `jaxinfer.engine.device` and the shape that it works on.
 
-    ("prefill", rows, tokens), ("start",), ("decode", rows), ("write_row",), ("stop_row",). All
-    that varies in shape is in the key, so a program once compiled is never compiled again.
+    ("prefill", rows, tokens), ("score",), ("start",), ("decode", rows), ("write_row",),
+    ("stop_row",). All that varies in shape is in the key, so a program once compiled is never
+    compiled again.
     """
 
     def __init__(
@@ -51,22 +53,26 @@ class Programs:
         params: Params,
         cache: KVCache,
         state: DecodeState,
+        config: EngineConfig,
         *,
         num_words: int,
         num_starts: int,
-        max_window: int,
+        num_hidden: int,
         logits_hook: LogitsHook | None,
     ):
         shaped = functools.partial(jax.tree.map, _shape_of)
         self._params, self._cache, self._state = shaped(params), shaped(cache), shaped(state)
-        self._num_words = num_words
-        self._hidden = jax.ShapeDtypeStruct((num_starts, model.config.hidden_size), jnp.float32)
-        hook = dict(logits_hook=logits_hook)
-        prefill = functools.partial(device.prefill_rows, model, num_starts=num_starts)
-        start = functools.partial(device.start_rows, model, **hook)
-        decode = functools.partial(device.decode_rows, model, max_steps=max_window, **hook)
+        self._num_words, self._num_starts = num_words, num_starts
+        self._max_model_len = config.max_model_len
+        self._hidden = jax.ShapeDtypeStruct((num_hidden, model.config.hidden_size), jnp.float32)
+        common = dict(logits_hook=logits_hook, max_logprobs=config.max_logprobs)
+        prefill = functools.partial(device.prefill_rows, model, num_hidden=num_hidden)
+        score = functools.partial(device.score_rows, model, **common)
+        start = functools.partial(device.start_rows, model, **common)
+        decode = functools.partial(device.decode_rows, model, max_steps=config.max_window, **common)
         self._functions = {
             "prefill": jax.jit(prefill, donate_argnums=1),
+            "score": jax.jit(score),
             "start": jax.jit(start, donate_argnums=1),
             "decode": jax.jit(decode, donate_argnums=(1, 2)),
             "write_row": jax.jit(device.write_row, donate_argnums=0),
@@ -98,9 +104,12 @@ class Programs:
             case ("prefill", rows, tokens):
                 chunks = Chunks(_int32(rows, tokens), _int32(rows), _int32(rows), _int32(rows))
                 return self._params, self._cache, self._state.page_table_BM, chunks
+            case ("score",):
+                scored = Scored(_int32(self._max_model_len), _int32(), _int32(), _int32(), _int32())
+                return self._params, self._state, self._hidden, scored
             case ("start",):
-                row = _int32(self._hidden.shape[0])
-                return self._params, self._state, self._hidden, Starts(row, row, row)
+                row = _int32(self._num_starts)
+                return self._params, self._state, self._hidden, Starts(row, row, row, row)
             case ("decode", rows):
                 return self._params, self._cache, self._state, _int32(rows), _int32()
             case ("write_row",):

@@ -26,9 +26,10 @@ def argmax_only(monkeypatch):
     def argmax(logits_BV, sampling, positions_B, *, logits_hook=None):
         return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
 
-    for name in ("steps", "generate"):
-        module = importlib.import_module(f"jaxinfer.compute.{name}")
-        monkeypatch.setattr(module, "sample", argmax)
+    names = ("jaxinfer.compute.steps", "jaxinfer.compute.generate")
+    steps, whole = map(importlib.import_module, names)
+    monkeypatch.setattr(steps, "draw", lambda *args, **more: (argmax(*args, **more), None))
+    monkeypatch.setattr(whole, "sample", argmax)
 
 
 @pytest.fixture

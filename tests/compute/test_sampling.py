@@ -8,7 +8,8 @@ import pytest
 from jaxinfer.compute import noise
 from jaxinfer.compute.cutoff import NUM_CANDIDATES, TOP_P_SLACK
 from jaxinfer.compute.logits import process_logits
-from jaxinfer.compute.sampling import advance, sample, sampled_log_probs
+from jaxinfer.compute.logprobs import sampled_log_probs
+from jaxinfer.compute.sampling import advance, sample
 from jaxinfer.compute.sampling_state import make_sampling_state
 from jaxinfer.sampling_params import SamplingParams
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer import EngineConfig, SamplingParams
-from jaxinfer.compute import Decoder
+from jaxinfer.compute import Decoder, StepOutput
 from jaxinfer.engine.batching import decode_sizes
 
 V, EOS = 1000, 2
@@ -121,18 +121,22 @@ class PlainDevice:
             assert chunks.context_lens_B[b] == row.length + count
             for token in chunks.tokens_BT[b, :count]:
                 self._store(row, token)
-        return chunks.rows_B
+        states = np.full(chunks.tokens_BT.shape, -1)
+        for state_T, index, count in zip(states, chunks.rows_B, chunks.query_lens_B):
+            state_T[:count] = index
+        return states.reshape(-1)
 
-    def start(self, prefilled_B, starts):
-        tokens_B = np.full(self.num_starts, -1)
+    def start(self, prefilled_N, starts):
+        tokens_B1 = np.full((self.num_starts, 1), -1)
         for b, index in enumerate(starts.rows_B):
             if index < self.num_rows:
-                row = self._rows[index]
-                assert index == prefilled_B[b]
+                row, at = self._rows[index], starts.index_B[b]
+                assert index == prefilled_N[at]
+                assert index not in prefilled_N[at + 1 :], "not the last token of its chunk"
                 assert starts.context_lens_B[b] == row.length
                 row.remaining = starts.max_tokens_B[b]
-                tokens_B[b] = self._produce(row)
-        return tokens_B
+                tokens_B1[b] = self._produce(row)
+        return StepOutput(tokens_B1)
 
     def decode(self, rows_B, num_steps):
         assert len(rows_B) in self.decode_sizes
@@ -143,11 +147,11 @@ class PlainDevice:
                 if row.remaining:
                     self._store(row, row.newest)
                     tokens_BW[b, step] = self._produce(row)
-        return tokens_BW
+        return StepOutput(tokens_BW)
 
-    def fetch(self, array):
+    def fetch(self, results):
         self.num_fetches += 1
-        return array
+        return results
 
     def _store(self, row, token):
         page, slot = divmod(row.length, self._pages.shape[1])

@@ -11,8 +11,10 @@ from jaxinfer.engine import device
 from jaxinfer.engine.batching import (
     decode_batch,
     decode_sizes,
+    num_scored,
     prefill_batch,
     request_row,
+    score_batch,
     start_batch,
 )
 from jaxinfer.sched import Chunk, Request
@@ -107,10 +109,28 @@ def test_a_prefill_batch_is_padded_to_its_shape():
     assert batch.rows_B.tolist() == [2, 0, 3]
     assert batch.query_lens_B.tolist() == [2, 1, 0]
     assert batch.context_lens_B.tolist() == [3, 1, 0]
-    starts = start_batch(chunks, 4, num_rows=3)
-    assert starts.rows_B.tolist() == [3, 0, 3, 3], "only the last chunk of a prompt starts its row"
-    assert starts.context_lens_B.tolist() == [0, 1, 0, 0]
-    assert starts.max_tokens_B.tolist() == [0, 10, 0, 0]
+
+
+def test_several_rows_may_start_where_one_chunk_ends():
+    first, second = make_request(prompt=(9, 8, 7)), make_request(prompt=(9, 8, 7))
+    first.row, first.max_total_len, second.row, second.max_total_len = 2, 20, 0, 11
+    chunks = [Chunk(make_request(), 0, 4, False), Chunk(first, 1, 2, True)]
+    starts = start_batch(chunks, [(1, first), (1, second)], (2, 4), num_starts=4, num_rows=3)
+    assert starts.rows_B.tolist() == [2, 0, 3, 3]
+    assert starts.index_B.tolist() == [5, 5, 0, 0], "the second state of the second row of four"
+    assert starts.context_lens_B.tolist() == [3, 3, 0, 0]
+    assert starts.max_tokens_B.tolist() == [17, 8, 0, 0]
+
+
+def test_a_chunk_is_scored_up_to_the_end_of_the_prompt():
+    request = make_request(prompt=(5, 6, 7, 8), prompt_logprobs=2)
+    for start, length, scored in [(0, 4, 3), (0, 3, 3), (1, 2, 2), (3, 1, 0), (2, 2, 1)]:
+        chunk = Chunk(request, start, length, False)
+        assert num_scored(chunk) == scored
+    batch = score_batch(chunk, 12, 6)
+    assert batch.tokens_S.tolist() == [5, 6, 7, 8, -1, -1]
+    assert (batch.row, batch.index, batch.start, batch.length) == (1, 12, 2, 1)
+    assert num_scored(Chunk(make_request(prompt=(5, 6)), 0, 2, True)) == 0, "did not ask"
 
 
 @pytest.mark.parametrize(

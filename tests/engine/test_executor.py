@@ -24,12 +24,13 @@ class Recorder:
     def _recorded(self, name, method):
         def call(*args):
             if name == "fetch":
-                self.calls.append(("fetch", self._numbers.pop(id(args[0]))))
+                output, _ = args[0]
+                self.calls.append(("fetch", self._numbers.pop(id(output.tokens_BW))))
                 return method(*args)
             out = method(*args)
             if name in ("start", "decode"):
                 number = sum(call[0] in ("start", "decode") for call in self.calls)
-                self._numbers[id(out)] = number
+                self._numbers[id(out.tokens_BW)] = number
                 self.calls.append((name, number))
             else:
                 self.calls.append((name,))
@@ -47,8 +48,9 @@ def test_all_programs_are_compiled_ahead_with_progress(programs):
     compiled, seen = programs
     shapes = [(1, 64), (1, 16), (2, 32), (4, 16)]
     names = {("prefill", *shape) for shape in shapes} | {("decode", size) for size in (1, 4, 8)}
-    assert set(compiled._compiled) == names | {("start",), ("write_row",), ("stop_row",)}
-    assert seen == [(done, 10) for done in range(1, 11)]
+    names |= {("score",), ("start",), ("write_row",), ("stop_row",)}
+    assert set(compiled._compiled) == names
+    assert seen == [(done, 11) for done in range(1, 12)]
 
 
 def test_nothing_is_compiled_once_all_is(make_engine, monkeypatch):
@@ -193,9 +195,9 @@ def test_results_stay_on_the_device_until_fetched(make_engine):
     executor = make_engine()._executor
     rows_B = np.full(4, CONFIG.max_num_seqs, np.int32)
     rows_B[0] = 0
-    tokens = executor.decode(rows_B, 2)
-    assert isinstance(tokens, jax.Array)
-    fetched = executor.fetch(tokens)
-    assert isinstance(fetched, np.ndarray)
-    assert (fetched == -1).all(), "an idle row produced a token"
+    output = executor.decode(rows_B, 2)
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(output))
+    fetched = executor.fetch(output)
+    assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(fetched))
+    assert (fetched.tokens_BW == -1).all(), "an idle row produced a token"
     assert executor.num_fetches == 1

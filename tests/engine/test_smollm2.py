@@ -77,5 +77,5 @@ def final_logits(model, params, ids, width):
         model.config,
         jaxinfer.CacheConfig(num_pages=batch.page_table_BM.size, dtype="float32"),
     )
-    _, x_BD = jax.jit(prefill_hidden, static_argnums=0)(model, params, cache, batch)
-    return np.asarray(jnp.asarray(model.unembed(params, x_BD)))[0]
+    _, x_BTD = jax.jit(prefill_hidden, static_argnums=0)(model, params, cache, batch)
+    return np.asarray(jnp.asarray(model.unembed(params, x_BTD[:, len(ids) - 1])))[0]

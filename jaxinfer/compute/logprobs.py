@@ -1,0 +1,106 @@
+"""Log-probabilities of tokens, of raw logits or of what is sampled from, with the most likely ones.
+
+A row's values are a function of its own logits and parameters: its sums have one order, whatever
+the batch.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxinfer.compute.logits import LogitsHook, mask_padding
+from jaxinfer.compute.sampling import Distribution, distribution
+from jaxinfer.compute.types import Logprobs, SamplingState
+from jaxinfer.compute.vocabulary import VocabularySlice, fold_vocabulary, sum_pairs
+
+
+def token_logprobs(
+    logits_BV: jax.Array,
+    tokens_B: jax.Array,
+    drawn_from: Distribution,
+    sampling: SamplingState,
+    *,
+    max_logprobs: int,
+) -> Logprobs:
+    """Those of `tokens_B` and of the C = max_logprobs most likely, [B] and [B, C].
+
+    Zeros for rows that do not ask. `logits_BV` are the model's own, before any hook; rows that ask
+    for "processed" have those of `drawn_from` instead.
+    """
+    processed_B = sampling.asks_logprobs_B & sampling.processed_logprobs_B
+
+    def pick_asked() -> Logprobs:
+        raw_BV = raw_log_weights(logits_BV, sampling)
+        weights_BV = lax.cond(
+            jnp.any(processed_B),
+            lambda: jnp.where(processed_B[:, None], drawn_from.log_weights(sampling), raw_BV),
+            lambda: raw_BV,
+        )
+        return pick_logprobs(weights_BV, tokens_B, max_logprobs=max_logprobs)
+
+    nothing = init_logprobs(tokens_B.shape, max_logprobs)
+    return lax.cond(jnp.any(sampling.asks_logprobs_B), pick_asked, lambda: nothing)
+
+
+def sampled_log_probs(
+    logits_BV: jax.Array, sampling: SamplingState, *, logits_hook: LogitsHook | None = None
+) -> jax.Array:
+    """Log-probabilities [B, V] of the distribution that `sample` draws from, float32.
+
+    -inf where a token cannot be drawn; a greedy row has 0 at its argmax and -inf elsewhere.
+    """
+    weights_BV = distribution(logits_BV, sampling, logits_hook=logits_hook).log_weights(sampling)
+    top_B1, log_total_B1 = _normaliser(weights_BV)
+    return (weights_BV - top_B1) - log_total_B1
+
+
+def init_logprobs(shape: tuple[int, ...], max_logprobs: int) -> Logprobs:
+    """Zeros for tokens of `shape`."""
+    table = (*shape, max_logprobs)
+    return Logprobs(
+        chosen=jnp.zeros(shape, jnp.float32),
+        top_ids=jnp.zeros(table, jnp.int32),
+        top=jnp.zeros(table, jnp.float32),
+    )
+
+
+def raw_log_weights(logits_BV: jax.Array, sampling: SamplingState) -> jax.Array:
+    """The model's own logits, float32, -inf in the padding of the head."""
+    logits_BV = mask_padding(logits_BV.astype(jnp.float32), sampling)
+    # One zero only, so that -0.0 and 0.0 tie.
+    return jnp.where(logits_BV == 0, jnp.zeros_like(logits_BV), logits_BV)
+
+
+def pick_logprobs(weights_BV: jax.Array, tokens_B: jax.Array, *, max_logprobs: int) -> Logprobs:
+    """The log-softmax of `weights_BV` at `tokens_B` and at the largest, ties by lower id.
+
+    Beyond a vocabulary of fewer than `max_logprobs` ids stand id -1 and -inf.
+    """
+    top_B1, log_total_B1 = _normaliser(weights_BV)
+
+    def normalised(weights_BX: jax.Array) -> jax.Array:
+        return (weights_BX - top_B1) - log_total_B1  # in this order: top and total round apart
+
+    num_top = min(max_logprobs, weights_BV.shape[1])
+    largest_BC, ids_BC = lax.top_k(weights_BV, num_top)
+    beyond = ((0, 0), (0, max_logprobs - num_top))
+    return Logprobs(
+        chosen=normalised(jnp.take_along_axis(weights_BV, tokens_B[:, None], axis=1))[:, 0],
+        top_ids=jnp.pad(ids_BC, beyond, constant_values=-1),
+        top=jnp.pad(normalised(largest_BC), beyond, constant_values=-jnp.inf),
+    )
+
+
+def _normaliser(weights_BV: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The largest log-weight of each row, [B, 1], and the log of the sum of all relative to it."""
+    top_B1 = jnp.max(weights_BV, axis=-1, keepdims=True)
+
+    def add(total_B: jax.Array, part: VocabularySlice) -> jax.Array:
+        weight_BX = jnp.exp(part.values_BX - top_B1)
+        return total_B + sum_pairs(jnp.where(part.is_new_1X, weight_BX, 0.0))
+
+    total_B = fold_vocabulary(add, jnp.zeros(weights_BV.shape[0], jnp.float32), weights_BV)
+    # The total is at least 1. On CPU log, unlike log1p, rounds by how many rows there are.
+    return top_B1, jnp.log1p(total_B - 1)[:, None]

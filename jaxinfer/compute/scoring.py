@@ -1,0 +1,87 @@
+"""Log-probabilities of prompt tokens, from the hidden states that a prefill leaves.
+
+A few states at a time: logits of a whole chunk never exist.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jaxinfer.compute.decoder import Decoder, Params
+from jaxinfer.compute.logits import LogitsHook
+from jaxinfer.compute.logprobs import init_logprobs, pick_logprobs, raw_log_weights
+from jaxinfer.compute.sampling import distribution
+from jaxinfer.compute.types import Logprobs, SamplingState
+
+# Hidden states unembedded at once: enough for one read of the head to serve many of them.
+SLICE = 16
+
+
+def score_prompt(
+    model: Decoder,
+    params: Params,
+    sampling: SamplingState,
+    x_ND: Array,
+    tokens_S: Array,
+    *,
+    index: Array,
+    start: Array,
+    length: Array,
+    max_logprobs: int,
+    logits_hook: LogitsHook | None = None,
+) -> Logprobs:
+    """`Logprobs` [N] of the prompt token that follows each hidden state of a chunk.
+
+    The chunk is positions `start .. start + length - 1` of the prompt `tokens_S` (-1 behind it),
+    its states `x_ND[index : index + length]`. Entries of other states, and of the prompt's last
+    token, mean nothing. `sampling` is the prompt's one row. "raw" is the log-softmax of the model's
+    own logits; "processed" is of what the sampler would have drawn from had the prompt ended before
+    that token: with the row's parameters, no output, and the tokens before as the prompt that is
+    penalised.
+    """
+    N, S = x_ND.shape[0], tokens_S.shape[0]
+    width = min(SLICE, N)
+    vocab = sampling.counts_BV.shape[1]
+    ids_S = jnp.where(tokens_S < 0, vocab, tokens_S)
+    first_V = jnp.full(vocab, S, jnp.int32)
+    first_V = first_V.at[ids_S].min(jnp.arange(S, dtype=jnp.int32), mode="drop")
+    row = _broadcast(sampling, width)
+
+    def score_slice(i: Array, found: Logprobs) -> Logprobs:
+        # The last slice ends with the last state and may repeat some of the one before.
+        at = jnp.minimum(index + i * width, N - width)
+        x_BD = lax.dynamic_slice_in_dim(x_ND, at, width)
+        steps_B = jnp.arange(width, dtype=jnp.int32)
+        next_B = jnp.clip(start + at - index + steps_B + 1, 0, S - 1)
+        logits_BV = model.unembed(params, x_BD)
+
+        def processed() -> Array:
+            seen_BV = (first_V < next_B[:, None]).astype(row.counts_BV.dtype)
+            at_B = dataclasses.replace(row, counts_BV=seen_BV)
+            return distribution(logits_BV, at_B, logits_hook=logits_hook).log_weights(at_B)
+
+        weights_BV = lax.cond(
+            sampling.processed_logprobs_B[0], processed, lambda: raw_log_weights(logits_BV, row)
+        )
+        tokens_B = jnp.maximum(tokens_S[next_B], 0)
+        some = pick_logprobs(weights_BV, tokens_B, max_logprobs=max_logprobs)
+        return jax.tree.map(
+            lambda all_N, some_B: lax.dynamic_update_slice_in_dim(all_N, some_B, at, 0), found, some
+        )
+
+    num_slices = (length + width - 1) // width
+    return lax.fori_loop(0, num_slices, score_slice, init_logprobs((N,), max_logprobs))
+
+
+def _broadcast(sampling: SamplingState, num_rows: int) -> SamplingState:
+    """The one row of `sampling`, without an output, `num_rows` times."""
+    fresh = dataclasses.replace(
+        sampling,
+        num_output_B=jnp.zeros_like(sampling.num_output_B),
+        recent_BR=jnp.full_like(sampling.recent_BR, -1),
+    )
+    return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (num_rows, *leaf.shape[1:])), fresh)
