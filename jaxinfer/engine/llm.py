@@ -15,19 +15,12 @@ from jaxinfer.checkpoint.loading import Checkpoint
 from jaxinfer.compute.decoder import Decoder
 from jaxinfer.compute.logits import LogitsHook
 from jaxinfer.config import EngineConfig, require
-from jaxinfer.engine.engine import Engine, TokenOutput
-from jaxinfer.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from jaxinfer.engine.answer import Answer
+from jaxinfer.engine.engine import Engine
+from jaxinfer.engine.outputs import RequestOutput
 from jaxinfer.engine.programs import keep_compiled_programs
 from jaxinfer.sampling_params import SamplingParams
-from jaxinfer.sched import Request
-from jaxinfer.text import (
-    IncrementalDetokenizer,
-    StopMatcher,
-    Tokenizer,
-    encode_chat,
-    load_tokenizer,
-    tokenizer_from_gguf,
-)
+from jaxinfer.text import Tokenizer, encode_chat, load_tokenizer, tokenizer_from_gguf
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
@@ -107,7 +100,7 @@ class LLM:
             compile_ahead=compile_ahead,
             progress=self._reporter("compiling"),
         )
-        self._answers: dict[str, _Answer] = {}
+        self._answers: dict[str, Answer] = {}
 
     def __enter__(self) -> LLM:
         return self
@@ -175,7 +168,7 @@ class LLM:
             "Give one, or one for each.",
         )
         report = self._reporter("generating") or (lambda done, total: None)
-        answers: list[_Answer] = []
+        answers: list[Answer] = []
         try:
             for prompt, one in zip(prompts, per_prompt, strict=True):
                 try:
@@ -198,11 +191,11 @@ class LLM:
 
     def _submit(
         self, ids: Sequence[int], prompt: Prompt | None, params: SamplingParams | None
-    ) -> _Answer:
+    ) -> Answer:
         params = self._with_word_ids(params or SamplingParams())
         request = self._engine.add_request(ids, params)
         text = prompt if isinstance(prompt, str) else None
-        answer = _Answer(request, text, self.tokenizer)
+        answer = Answer(request, text, self.tokenizer)
         self._answers[request.id] = answer
         return answer
 
@@ -244,7 +237,7 @@ class RequestStream(Iterator[RequestOutput]):
     it.
     """
 
-    def __init__(self, llm: LLM, answer: _Answer):
+    def __init__(self, llm: LLM, answer: Answer):
         self._llm, self._answer = llm, answer
 
     def __next__(self) -> RequestOutput:
@@ -262,68 +255,6 @@ class RequestStream(Iterator[RequestOutput]):
 
     def __del__(self):
         self.close()
-
-
-class _Answer:
-    """The text of one request so far, and how much of it nobody has seen yet."""
-
-    def __init__(self, request: Request, prompt: str | None, tokenizer: Tokenizer):
-        self.request = request
-        self.has_news = False
-        self._prompt = prompt
-        self._detokenizer = IncrementalDetokenizer(tokenizer)
-        self._stops = StopMatcher(request.params.stop or ())
-        self._num_taken = 0
-        self._text = ""
-        self._num_seen = 0
-
-    @property
-    def is_over(self) -> bool:
-        """Whether no more comes."""
-        return self.request.finish_reason is not None
-
-    def take(self, output: TokenOutput) -> int | None:
-        """Adds the tokens of one step; how many to keep if a stop string ends them, or None."""
-        self.has_news = True
-        for i, token in enumerate(output.new_ids):
-            self._num_taken += 1
-            is_end = output.finish_reason == "stop" and i == len(output.new_ids) - 1
-            if self._add("" if is_end else self._detokenizer.add(token)):
-                return self._num_taken
-        if output.finish_reason is not None:
-            if self._add(self._detokenizer.finish()):
-                return self._num_taken
-            self._text += self._stops.finish()
-        return None
-
-    def _add(self, text: str) -> bool:
-        """Whether `text`, now added as far as it is certain, completes a stop string."""
-        if self._num_taken < self.request.params.min_tokens:
-            self._text += text
-            return False
-        certain, stopped = self._stops.add(text)
-        self._text += certain
-        return stopped
-
-    def snapshot(self) -> RequestOutput:
-        """The output so far; its delta is what came since the last snapshot."""
-        request, delta = self.request, self._text[self._num_seen :]
-        self.has_news, self._num_seen = False, len(self._text)
-        completion = CompletionOutput(
-            token_ids=tuple(request.output_ids),
-            text=self._text,
-            text_delta=delta,
-            finish_reason=request.finish_reason,
-        )
-        return RequestOutput(
-            request_id=request.id,
-            prompt=self._prompt,
-            prompt_token_ids=request.prompt_ids,
-            seed=request.seed,
-            cached_tokens=0,
-            metrics=RequestMetrics.of(request),
-            outputs=(completion,),
-        )
 
 
 def _tokenizer_of(checkpoint: Checkpoint) -> Tokenizer:
