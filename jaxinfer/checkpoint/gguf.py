@@ -54,10 +54,13 @@ class GGUFReader(RowReader):
     def config(self) -> ModelConfig:
         divisors = self.read(ROPE_DIVISORS).tolist() if ROPE_DIVISORS in self.tensors else []
         family = family_of_gguf(self.metadata)
+        assert family.config_from_gguf is not None
         return family.config_from_gguf(self.metadata, self.tensors, divisors)
 
     def leaves(self, config: ModelConfig) -> tuple[Leaf, ...]:
-        return family_of(config).gguf_weights(config)
+        family = family_of(config)
+        assert family.gguf_weights is not None
+        return family.gguf_weights(config)
 
     def is_readable(self, dtype: str) -> bool:
         kind = GGMLQuantizationType[dtype]

@@ -50,7 +50,10 @@ class SafetensorsReader(RowReader):
     def __init__(self, path: Path):
         self.path = path
         self.metadata = _read_settings(path)
-        self.tensors = _read_tensors(path)
+        self._family = family_of_hf(self.metadata)
+        self.tensors = {
+            self._family.tensor_name(name): entry for name, entry in _read_tensors(path).items()
+        }
         self._dtypes = {name: np.dtype(dtype) for name, dtype in _FLOATS}
 
     @classmethod
@@ -58,7 +61,7 @@ class SafetensorsReader(RowReader):
         return path.is_dir()
 
     def config(self) -> ModelConfig:
-        return family_of_hf(self.metadata).config_from_hf(self.metadata)
+        return self._family.config_from_hf(self.metadata)
 
     def leaves(self, config: ModelConfig) -> tuple[Leaf, ...]:
         return family_of(config).weights(config)
@@ -67,7 +70,7 @@ class SafetensorsReader(RowReader):
         return dtype in self._dtypes
 
     def is_ignored(self, name: str) -> bool:
-        return name.endswith(_IGNORED_SUFFIXES)
+        return name.endswith(_IGNORED_SUFFIXES) or self._family.is_ignored(name)
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
         entry = self.tensors[name]

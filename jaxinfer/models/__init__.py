@@ -6,7 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxinfer.config import ModelConfig, require
-from jaxinfer.models import llama
+from jaxinfer.models import (
+    llama,
+    mistral,
+    qwen2,
+    qwen3,
+)
 from jaxinfer.models.family import Family
 from jaxinfer.models.shapes import NAMED_SHAPES, named_shape
 
@@ -21,7 +26,12 @@ __all__ = [
     "num_parameters",
 ]
 
-FAMILIES: tuple[Family, ...] = (llama.FAMILY,)
+FAMILIES: tuple[Family, ...] = (
+    llama.FAMILY,
+    mistral.FAMILY,
+    qwen2.FAMILY,
+    qwen3.FAMILY,
+)
 
 
 def family_of(config: ModelConfig) -> Family:

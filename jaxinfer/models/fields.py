@@ -43,6 +43,14 @@ class Fields:
         )
         return float(value)
 
+    def optional_integer(self, name: str) -> int | None:
+        """An int, or None."""
+        return None if self.take(name) is None else self.integer(name)
+
+    def optional_number(self, name: str) -> float | None:
+        """A float, or None."""
+        return None if self.take(name) is None else self.number(name)
+
     def flag(self, name: str, default: bool = False) -> bool:
         """A bool."""
         value = self.take(name, default)
@@ -58,6 +66,15 @@ class Fields:
             f"{self._source}: {name}={value!r} is not supported. Known: {known}.",
         )
         return choices[value]
+
+    def expect(self, **wanted: Any) -> None:
+        """Raises ValueError if one of these settings is given with another value."""
+        for name, value in wanted.items():
+            given = self.take(name, value)
+            require(
+                given == value,
+                f"{self._source}: {name}={given!r} is not supported. Known: {value}.",
+            )
 
     def refuse_rest(self, harmless: Collection[str] = ()) -> None:
         """Raises ValueError if a setting was neither taken nor is one of `harmless`."""

@@ -3,19 +3,35 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
-from jaxinfer.config import ModelConfig, RopeConfig, require
+from jaxinfer.config import LayerKind, ModelConfig, RopeConfig, require
 from jaxinfer.models.fields import Fields
+from jaxinfer.models.huggingface_rope import rope_from_hf, rope_to_hf
 
-ACTIVATIONS = {"silu": "silu", "swish": "silu"}
+# The names of transformers' activations, by the formulas that they stand for.
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_python_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+}
+_ACTIVATION_NAMES = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
+
+_LAYER_TYPES = ("full_attention", "sliding_attention")
 
 # Settings that leave inference as it is: provenance, training, form of the output, text generation.
 HARMLESS = frozenset(
     {
         "_name_or_path",
+        "_attn_implementation_autoset",
         "architectures",
+        "auto_map",
         "dtype",
         "id2label",
         "is_decoder",
@@ -32,6 +48,8 @@ HARMLESS = frozenset(
         "unsloth_fixed",
         "unsloth_version",
         "attention_dropout",
+        "attention_probs_dropout_prob",
+        "classifier_dropout",
         "embd_pdrop",
         "hidden_dropout",
         "hidden_dropout_prob",
@@ -66,15 +84,35 @@ HARMLESS = frozenset(
     }
 )
 
-# Of a rope setting: what its kind does not use, and who may therefore write it.
-_HARMLESS_ROPE = {
-    "default": ("original_max_position_embeddings", "factor"),
-    "linear": ("original_max_position_embeddings",),
-}
+
+def settings(hf: Mapping[str, Any], **defaults: Any) -> Fields:
+    """The settings of config.json, with the `defaults` of those that it lacks.
+
+    A setting of null is not lacking: it says that there is no such thing.
+    """
+    return Fields({**defaults, **hf}, "config.json")
 
 
-def decoder_from_hf(fields: Fields, *, family: str, tie_default: bool, **own: Any) -> ModelConfig:
-    """The config from the settings that most families share; `own` are the family's own fields."""
+def decoder_from_hf(
+    fields: Fields,
+    *,
+    family: str,
+    eps: str = "rms_norm_eps",
+    act: str = "hidden_act",
+    rope: RopeConfig | None = None,
+    harmless: Collection[str] = (),
+    **own: Any,
+) -> ModelConfig:
+    """The config from the settings that most families share.
+
+    Args:
+        eps, act: what the family calls these settings.
+        rope: the rotary embedding, where it does not stand at its usual place.
+        harmless: settings that no model of the family reads.
+        own: the family's own fields.
+
+    Raises ValueError for a setting that has not been understood.
+    """
     hidden_size = fields.integer("hidden_size")
     num_heads = fields.integer("num_attention_heads")
     require(
@@ -84,8 +122,8 @@ def decoder_from_hf(fields: Fields, *, family: str, tie_default: bool, **own: An
     )
     head_dim = fields.integer("head_dim", hidden_size // num_heads)
     max_position = fields.integer("max_position_embeddings", 2048)
-    fields.choice("rope_interleaved", {False: False}, False)
-    return ModelConfig(
+    fields.expect(rope_interleaved=False, is_encoder_decoder=False)
+    config = ModelConfig(
         family=family,
         vocab_size=fields.integer("vocab_size"),
         hidden_size=hidden_size,
@@ -94,19 +132,29 @@ def decoder_from_hf(fields: Fields, *, family: str, tie_default: bool, **own: An
         num_heads=num_heads,
         num_kv_heads=fields.integer("num_key_value_heads", num_heads),
         head_dim=head_dim,
-        norm_eps=fields.number("rms_norm_eps", 1e-6),
-        rope=rope_from_hf(fields, head_dim, max_position),
-        activation=fields.choice("hidden_act", ACTIVATIONS, "silu"),
-        tie_embeddings=fields.flag("tie_word_embeddings", tie_default),
+        norm_eps=fields.number(eps, 1e-6),
+        rope=rope or rope_from_hf(fields, head_dim, max_position),
+        activation=fields.choice(act, ACTIVATIONS, "silu"),
+        tie_embeddings=fields.flag("tie_word_embeddings"),
         max_position=max_position,
         bos_id=fields.take("bos_token_id"),
         eos_ids=token_ids(fields.take("eos_token_id")),
         **own,
     )
+    fields.refuse_rest(HARMLESS.union(harmless))
+    return config
 
 
-def decoder_to_hf(config: ModelConfig, *, model_type: str, architecture: str) -> dict[str, Any]:
-    """The config.json of `config`: `decoder_from_hf` gives `config` back."""
+def decoder_to_hf(
+    config: ModelConfig,
+    *,
+    model_type: str,
+    architecture: str,
+    eps: str = "rms_norm_eps",
+    act: str = "hidden_act",
+    **own: Any,
+) -> dict[str, Any]:
+    """The config.json of `config` with the family's own settings: the inverse of the above."""
     return {
         "architectures": [architecture],
         "model_type": model_type,
@@ -117,13 +165,14 @@ def decoder_to_hf(config: ModelConfig, *, model_type: str, architecture: str) ->
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
-        "rms_norm_eps": config.norm_eps,
+        eps: config.norm_eps,
         "rope_parameters": rope_to_hf(config.rope, config.head_dim),
-        "hidden_act": config.activation,
+        act: _ACTIVATION_NAMES[config.activation],
         "tie_word_embeddings": config.tie_embeddings,
         "max_position_embeddings": config.max_position,
         "bos_token_id": config.bos_id,
         "eos_token_id": list(config.eos_ids),
+        **own,
     }
 
 
@@ -133,108 +182,69 @@ def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ids))
 
 
-def rope_from_hf(fields: Fields, head_dim: int, max_position: int) -> RopeConfig:
-    """The rotary embedding from `rope_parameters`, or from `rope_theta` and `rope_scaling`.
-
-    Where both forms are given they must agree. Missing fields of a kind take the defaults of
-    Hugging Face's modeling_rope_utils.
+def renamed(hf: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """`hf` with settings under the new `names` of old ones, whose values must agree if both are
+    there.
     """
-    new, old = fields.take("rope_parameters"), fields.take("rope_scaling")
-    theta = fields.take("rope_theta")
-    partial = fields.take("partial_rotary_factor")
-    original = fields.take("original_max_position_embeddings")
-    outer = {
-        "rope_theta": theta,
-        "partial_rotary_factor": partial,
-        "original_max_position_embeddings": original,
-    }
-    outer = {name: value for name, value in outer.items() if value is not None}
-    given = [{**outer, **form} for form in (new, old) if form]
+    result = {name: value for name, value in hf.items() if name not in names}
+    for old, new in names.items():
+        if hf.get(old) is None:
+            continue
+        require(
+            result.setdefault(new, hf[old]) == hf[old],
+            f"config.json: {old}={hf[old]} and {new}={result[new]} contradict each other. "
+            "Remove one.",
+        )
+    return result
+
+
+def windows_from_hf(
+    fields: Fields, window: int | None, slides: Callable[[int], bool]
+) -> list[int | None]:
+    """The window of each layer: as `layer_types` says or, where that is not given, `slides`."""
+    count = fields.integer("num_hidden_layers")
+    types = fields.take("layer_types")
+    if types is None:
+        types = [_LAYER_TYPES[slides(i) and window is not None] for i in range(count)]
     require(
-        len(given) < 2 or given[0] == given[1],
-        f"config.json: rope_parameters={new} and rope_scaling={old} contradict each other. "
-        "Remove one.",
+        isinstance(types, list) and len(types) == count and set(types) <= set(_LAYER_TYPES),
+        f"config.json: layer_types={str(types)[:200]} must name {count} layers, each one of "
+        f"{', '.join(_LAYER_TYPES)}. Use a model of such layers.",
     )
-    values = dict(given[0] if given else outer)
-    kind = values.pop("rope_type", None) or values.get("type") or "default"
-    values.pop("type", None)
-    return _rope(
-        Fields(values, f"config.json, rope of type {kind!r}"), kind, head_dim, max_position
+    require(
+        window is not None or "sliding_attention" not in types,
+        "config.json: layer_types has sliding_attention, but no sliding_window is in use. "
+        "Set sliding_window, and use_sliding_window where the family has it.",
     )
+    return [window if kind == "sliding_attention" else None for kind in types]
 
 
-def _rope(rope: Fields, kind: str, head_dim: int, max_position: int) -> RopeConfig:
-    kind = {"su": "longrope"}.get(kind, kind)
-    common: dict[str, Any] = {
-        "kind": kind,
-        "theta": rope.number("rope_theta", 10000.0),
-        "dim": int(head_dim * rope.number("partial_rotary_factor", 1.0)),
+def windows_to_hf(config: ModelConfig) -> dict[str, Any]:
+    """The settings from which `windows_from_hf` gives the windows of `config`."""
+    windows = sorted({window for window in config.windows if window is not None})
+    require(
+        len(windows) <= 1,
+        f"config.json can hold one sliding_window, and this config has windows of {windows}. "
+        "Save it in the form of `jaxinfer convert`.",
+    )
+    return {
+        "sliding_window": windows[0] if windows else None,
+        "layer_types": [_LAYER_TYPES[window is not None] for window in config.windows],
     }
-    own: dict[str, Any] = {}
-    if kind == "linear":
-        own = {"factor": rope.number("factor")}
-    elif kind == "llama3":
-        own = {
-            "factor": rope.number("factor"),
-            "low_freq_factor": rope.number("low_freq_factor"),
-            "high_freq_factor": rope.number("high_freq_factor"),
-            "original_max_position": rope.integer("original_max_position_embeddings"),
-        }
-    elif kind in ("yarn", "longrope"):
-        original = rope.integer("original_max_position_embeddings", max_position)
-        own = {
-            "factor": rope.number("factor", max_position / original),
-            "original_max_position": original,
-            "attention_factor": _optional(rope, "attention_factor"),
-        }
-        if kind == "yarn":
-            own |= {
-                "beta_fast": rope.number("beta_fast", 32.0),
-                "beta_slow": rope.number("beta_slow", 1.0),
-                "mscale": _optional(rope, "mscale"),
-                "mscale_all_dim": _optional(rope, "mscale_all_dim"),
-                "truncate": rope.flag("truncate", True),
-            }
-        else:
-            own |= {
-                name: tuple(float(value) for value in rope.take(name, ()))
-                for name in ("short_factor", "long_factor")
-            }
-    config = RopeConfig(**common, **own)  # refuses a kind it does not know
-    rope.refuse_rest(_HARMLESS_ROPE.get(kind, ()))
-    return config
 
 
-def _optional(fields: Fields, name: str) -> float | None:
-    return None if fields.take(name) is None else fields.number(name)
+def pattern_of(kinds: Iterable[LayerKind]) -> tuple[LayerKind, ...]:
+    """The shortest pattern that repeats to these kinds, one for each layer."""
+    kinds = tuple(kinds)
+    periods = range(1, len(kinds) + 1)
+    period = next(n for n in periods if all(kind == kinds[i % n] for i, kind in enumerate(kinds)))
+    return kinds[:period]
 
 
-def rope_to_hf(rope: RopeConfig, head_dim: int) -> Mapping[str, Any]:
-    """The `rope_parameters` of `rope`."""
-    values: dict[str, Any] = {"rope_type": rope.kind, "rope_theta": rope.theta}
-    if rope.dim != head_dim:
-        partial = rope.dim / head_dim
-        if int(head_dim * partial) < rope.dim:  # the product rounded down, and readers truncate it
-            partial = math.nextafter(partial, 1.0)
-        values["partial_rotary_factor"] = partial
-    if rope.kind != "default":
-        values["factor"] = rope.factor
-    if rope.kind in ("llama3", "yarn", "longrope"):
-        values["original_max_position_embeddings"] = rope.original_max_position
-    own = {
-        "llama3": ("low_freq_factor", "high_freq_factor"),
-        "yarn": (
-            "attention_factor",
-            "beta_fast",
-            "beta_slow",
-            "mscale",
-            "mscale_all_dim",
-            "truncate",
-        ),
-        "longrope": ("attention_factor", "short_factor", "long_factor"),
-    }
-    for name in own.get(rope.kind, ()):
-        value = getattr(rope, name)
-        if value is not None:
-            values[name] = list(value) if isinstance(value, tuple) else value
-    return values
+def preimage(function: Callable[[float], float], value: float, guess: float) -> float:
+    """The number at `guess` whose `function` is exactly `value`; an int if there is one.
+
+    So that what is computed from a setting gives the very setting back.
+    """
+    around = (guess, math.nextafter(guess, math.inf), math.nextafter(guess, -math.inf))
+    return next((x for x in (round(guess), *around) if x and function(x) == value), guess)

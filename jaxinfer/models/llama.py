@@ -7,34 +7,33 @@ from typing import Any
 
 from jaxinfer.config import ModelConfig
 from jaxinfer.models.family import Family
-from jaxinfer.models.fields import Fields
 from jaxinfer.models.gguf import decoder_from_gguf
-from jaxinfer.models.huggingface import HARMLESS, decoder_from_hf, decoder_to_hf
+from jaxinfer.models.huggingface import decoder_from_hf, decoder_to_hf, settings
 from jaxinfer.models.layout import GGUF_NAMES, HF_NAMES, Layout
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     """The config that a config.json describes. Raises ValueError on a setting it does not know."""
-    fields = Fields(hf, "config.json")
+    fields = settings(hf, bos_token_id=1, eos_token_id=2)
     bias = fields.flag("attention_bias")
-    config = decoder_from_hf(
+    return decoder_from_hf(
         fields,
         family="llama",
-        tie_default=False,
         qkv_bias=bias,
         out_bias=bias,
         mlp_bias=fields.flag("mlp_bias"),
     )
-    fields.refuse_rest(HARMLESS)
-    return config
 
 
 def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     """The config.json of `config`; `config_from_hf` gives `config` back."""
-    return decoder_to_hf(config, model_type="llama", architecture="LlamaForCausalLM") | {
-        "attention_bias": config.qkv_bias,
-        "mlp_bias": config.mlp_bias,
-    }
+    return decoder_to_hf(
+        config,
+        model_type="llama",
+        architecture="LlamaForCausalLM",
+        attention_bias=config.qkv_bias,
+        mlp_bias=config.mlp_bias,
+    )
 
 
 def config_from_gguf(
@@ -53,10 +52,10 @@ gguf_weights = Layout(names=GGUF_NAMES, interleaved=True)
 FAMILY = Family(
     name="llama",
     model_types=("llama",),
-    gguf_architectures=("llama",),
     config_from_hf=config_from_hf,
     config_to_hf=config_to_hf,
-    config_from_gguf=config_from_gguf,
     weights=weights,
+    gguf_architectures=("llama",),
+    config_from_gguf=config_from_gguf,
     gguf_weights=gguf_weights,
 )

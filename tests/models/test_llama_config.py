@@ -93,6 +93,8 @@ def test_defaults_of_absent_fields():
         norm_eps=1e-5,
         rope=RopeConfig(theta=10000.0, dim=16),
         max_position=4096,
+        bos_id=1,
+        eos_ids=(2,),
     )
     bare = {name: value for name, value in HF.items() if name != "num_key_value_heads"}
     assert config_from_hf(bare | {"head_dim": None}).num_kv_heads == 4
