@@ -7,8 +7,12 @@ from typing import Any
 
 from jaxinfer.config import ModelConfig, require
 from jaxinfer.models import (
+    gemma2,
+    gemma3,
     llama,
     mistral,
+    olmo2,
+    phi3,
     qwen2,
     qwen3,
 )
@@ -31,6 +35,10 @@ FAMILIES: tuple[Family, ...] = (
     mistral.FAMILY,
     qwen2.FAMILY,
     qwen3.FAMILY,
+    gemma2.FAMILY,
+    gemma3.FAMILY,
+    phi3.FAMILY,
+    olmo2.FAMILY,
 )
 
 
