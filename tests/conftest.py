@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,12 +10,15 @@ from types import SimpleNamespace
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxinfer import load
 
 DATA = Path(__file__).parent / "data"
+TINY = DATA / "tiny"
+TINY_NAMES = sorted(path.parent.name for path in TINY.glob("*/refs.npz"))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -33,3 +37,16 @@ def tiny_llama():
     model, params = load(DATA / "tiny" / "llama", dtype="float32")
     with np.load(DATA / "tiny" / "llama" / "refs.npz") as refs:
         return SimpleNamespace(model=model, params=params, refs=dict(refs))
+
+
+@pytest.fixture
+def argmax_only(monkeypatch):
+    """Greedy sampling alone: the sampler has tests of its own, and takes most of a compile."""
+
+    def argmax(logits_BV, sampling, positions_B, *, logits_hook=None):
+        return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
+
+    names = ("jaxinfer.compute.steps", "jaxinfer.compute.generate")
+    steps, whole = map(importlib.import_module, names)
+    monkeypatch.setattr(steps, "draw", lambda *args, **more: (argmax(*args, **more), None))
+    monkeypatch.setattr(whole, "sample", argmax)

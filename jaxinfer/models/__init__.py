@@ -9,12 +9,16 @@ from jaxinfer.config import ModelConfig, require
 from jaxinfer.models import (
     gemma2,
     gemma3,
+    gpt_neox,
+    granite,
     llama,
     mistral,
     olmo2,
     phi3,
     qwen2,
     qwen3,
+    smollm3,
+    stablelm,
 )
 from jaxinfer.models.family import Family
 from jaxinfer.models.shapes import NAMED_SHAPES, named_shape
@@ -39,6 +43,10 @@ FAMILIES: tuple[Family, ...] = (
     gemma3.FAMILY,
     phi3.FAMILY,
     olmo2.FAMILY,
+    smollm3.FAMILY,
+    granite.FAMILY,
+    stablelm.FAMILY,
+    gpt_neox.FAMILY,
 )
 
 

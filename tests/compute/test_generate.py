@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-import importlib
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -17,19 +15,6 @@ from pallas_kernels.paged_attention import IMPLEMENTATIONS
 V, EOS, T = 256, 2, 40
 GREEDY = SamplingParams(temperature=0.0, seed=0, ignore_eos=True)
 LENGTHS = (40, 1, 17)
-
-
-@pytest.fixture
-def argmax_only(monkeypatch):
-    """Greedy sampling alone: the sampler has tests of its own, and takes most of a compile."""
-
-    def argmax(logits_BV, sampling, positions_B, *, logits_hook=None):
-        return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
-
-    names = ("jaxinfer.compute.steps", "jaxinfer.compute.generate")
-    steps, whole = map(importlib.import_module, names)
-    monkeypatch.setattr(steps, "draw", lambda *args, **more: (argmax(*args, **more), None))
-    monkeypatch.setattr(whole, "sample", argmax)
 
 
 @pytest.fixture
