@@ -3,14 +3,18 @@
 import itertools
 import math
 
-import ml_dtypes  # noqa: F401 (numpy then knows bfloat16)
+import jax
 import numpy as np
 import pytest
 
+from jaxinfer.compute import Decoder
 from jaxinfer.config import ModelConfig, RopeConfig
-from jaxinfer.models import NAMED_SHAPES, named_shape, num_parameters
+from jaxinfer.models import NAMED_SHAPES, family_of, named_shape, num_parameters
+from jaxinfer.models.layout import GGUF_NAMES, Layout
 from jaxinfer.models.llama import gguf_weights, weights
 from jaxinfer.models.weights import Part, from_view, leaf_at, stacked, to_view, unflatten
+
+from .small_configs import VARIANTS, read
 
 
 def make_config(**changes):
@@ -33,21 +37,51 @@ FLAGS = [
 ]
 
 
-@pytest.mark.parametrize("leaves_of", [weights, gguf_weights])
-@pytest.mark.parametrize("flags", FLAGS)
-def test_parts_cover_each_leaf_exactly_once(leaves_of, flags):
-    leaves = leaves_of(make_config(**flags))
+# Leaves of every family with the names of Hugging Face, and of those that have them, of GGUF.
+MAPS = [
+    *((weights, make_config(**flags)) for flags in FLAGS),
+    *((gguf_weights, make_config(**flags)) for flags in FLAGS),
+    *(
+        (family_of(config).weights, config)
+        for config in (
+            read(name, **{"num_hidden_layers": 2, "head_dim": 8, **settings})
+            for name, settings in VARIANTS
+        )
+    ),
+]
+every_map = pytest.mark.parametrize(
+    ("leaves_of", "config"), MAPS, ids=[config.family for _, config in MAPS]
+)
+
+
+@every_map
+def test_parts_cover_each_leaf_and_each_tensor_exactly_once(leaves_of, config):
+    leaves = leaves_of(config)
     assert len({leaf.path for leaf in leaves}) == len(leaves)
-    names = [part.name for leaf in leaves for part in leaf.parts]
-    assert len(set(names)) == len(names)
+    tensors = {}
     for leaf in leaves:
-        filled = np.zeros(leaf.shape, int)
+        filled = np.zeros(leaf.shape, np.int8)
         for part in leaf.parts:
             assert filled[part.index].shape == part.view
-            assert math.prod(part.shape) == math.prod(part.view)
-            assert part.shape[0] == part.rows * part.view[0]
             filled[part.index] += 1
+            read_rows = tensors.setdefault(part.name, np.zeros(part.shape, np.int8))
+            assert read_rows.shape == part.shape
+            start, stop = part.span(0, part.view[0])
+            assert read_rows[start:stop].size == math.prod(part.view)
+            read_rows[start:stop] += 1
         assert (filled == 1).all(), leaf.path
+    for name, read_rows in tensors.items():
+        assert (read_rows == 1).all(), name
+
+
+@every_map
+def test_leaves_are_the_decoders_own(leaves_of, config):
+    """The weight map and `Decoder.init` describe one and the same tree."""
+    tree = jax.eval_shape(Decoder(config).init, jax.random.key(0))
+    leaves = leaves_of(config)
+    assert len(jax.tree.leaves(tree)) == len(leaves)
+    for leaf in leaves:
+        assert leaf_at(tree, leaf.path).shape == leaf.shape, leaf.path
 
 
 def test_optional_leaves_follow_the_config():
@@ -94,11 +128,11 @@ def test_interleaved_rows_become_two_halves():
     np.testing.assert_array_equal(from_view(part, view), file)
 
 
-@pytest.mark.parametrize("leaves_of", [weights, gguf_weights])
-def test_moves_are_inverse_for_any_rows(leaves_of):
-    config = make_config(qkv_bias=True, out_bias=True, mlp_bias=True)
+@every_map
+def test_moves_are_inverse_for_any_rows(leaves_of, config):
     for part in (part for leaf in leaves_of(config) for part in leaf.parts):
-        file = np.arange(math.prod(part.shape)).reshape(part.shape)
+        start, stop = part.span(0, part.view[0])
+        file = np.arange(math.prod(part.shape)).reshape(part.shape)[start:stop]
         whole = to_view(part, file)
         assert whole.shape == part.view
         np.testing.assert_array_equal(from_view(part, whole), file)
@@ -132,6 +166,15 @@ def test_offset_is_what_the_file_adds(dtype):
     np.testing.assert_array_equal(again, file)
 
 
+def test_norms_alone_can_have_an_offset():
+    """The files of some converters hold 1 + weight of every norm."""
+    layout = Layout(names=GGUF_NAMES, norm_offset=1.0)
+    parts = [part for leaf in layout(read("gemma3", num_hidden_layers=2)) for part in leaf.parts]
+    shifted = {part.name for part in parts if part.offset == 1.0}
+    assert shifted == {part.name for part in parts if part.name.endswith("norm.weight")}
+    assert len(shifted) == 2 * 6 + 1
+
+
 def test_gguf_permutes_queries_and_keys_only():
     parts = {part.name: part for leaf in gguf_weights(make_config()) for part in leaf.parts}
     permuted = {name for name, part in parts.items() if part.interleaved_axis is not None}
@@ -152,6 +195,9 @@ def test_unflatten_makes_tuples_of_numbered_levels():
         ("smollm2-135m", 134_515_008, 23_040),
         ("llama-3-8b", 8_030_261_248, 131_072),
         ("llama-3-70b", 70_553_706_496, 327_680),
+        ("qwen3-0.6b", 596_049_920, 114_688),
+        ("qwen3-8b", 8_190_735_360, 147_456),
+        ("gemma-3-27b", 27_009_346_304, 507_904),
     ],
 )
 def test_named_shapes_have_the_published_sizes(name, parameters, kv_bytes):
@@ -163,4 +209,11 @@ def test_named_shapes_have_the_published_sizes(name, parameters, kv_bytes):
 def test_unknown_shape_lists_the_known():
     with pytest.raises(ValueError, match=r"'llama-9'.*smollm2-135m.*llama-3-70b"):
         named_shape("llama-9")
-    assert len(NAMED_SHAPES) == 3
+    assert len(NAMED_SHAPES) == 6
+
+
+def test_gemma_without_its_embedding_has_the_published_size():
+    """The Gemma 3 report, table 1: 25,600 million parameters."""
+    config = named_shape("gemma-3-27b")
+    rest = num_parameters(config) - config.vocab_size * config.hidden_size
+    assert round(rest / 1e6) == 25_600
