@@ -12,10 +12,17 @@ import sys
 from collections.abc import Sequence
 
 import jaxinfer
-from jaxinfer.cli import chat, convert, fetch, generate, info
+from jaxinfer.cli import bench, chat, convert, fetch, generate, info
 from jaxinfer.cli.options import UsageError
 
-COMMANDS = {"generate": generate, "chat": chat, "fetch": fetch, "convert": convert, "info": info}
+COMMANDS = {
+    "generate": generate,
+    "chat": chat,
+    "fetch": fetch,
+    "convert": convert,
+    "info": info,
+    "bench": bench,
+}
 
 EXAMPLES = """\
 examples:

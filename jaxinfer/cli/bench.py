@@ -1,0 +1,332 @@
+"""`jaxinfer bench`: traffic replayed against the engine, and what it measured."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxinfer.cli.options import ENGINE_OPTIONS, UsageError, add_options, given
+from jaxinfer.cli.progress import progress_bars
+from jaxinfer.config import EngineConfig, require
+
+if TYPE_CHECKING:
+    from jaxinfer import Engine
+    from jaxinfer.bench.replay import Replay
+    from jaxinfer.bench.timeline import Timeline
+    from jaxinfer.bench.traces import TracedRequest
+    from jaxinfer.cli.progress import Report
+    from jaxinfer.compute import Decoder
+
+DEFAULT_DTYPE = "bfloat16"
+
+SUMMARY = "replay traffic against the engine and print how fast it was"
+
+USAGE = "--model MODEL|--shape NAMED_SHAPE --trace FILE|--fixed IN,OUT,COUNT [options]"
+
+EXAMPLES = """\
+examples:
+  jaxinfer bench --model smollm2-135m --fixed 128,64,32 --concurrency 8
+  jaxinfer bench --shape llama-3-8b --trace AzureLLMInferenceTrace_conv.csv --requests 500 --open
+  jaxinfer bench --model smollm2-135m --trace conversation_trace.jsonl --requests 64 --divide 64
+  jaxinfer bench --shape llama-3-8b --fixed 512,128,256 --slo-ttft 0.5 --slo-tpot 0.03 --json
+
+a trace is one of:
+  a CSV file with the columns TIMESTAMP,ContextTokens,GeneratedTokens, as Azure publishes them
+  a file of JSON lines with timestamp (ms), input_length, output_length and hash_ids (one for each
+  512 tokens of the prompt), as Mooncake publishes them: equal hashes become equal tokens
+
+Prompts are random tokens, the same in every run. Sampling is greedy, and every output is exactly as
+long as its request says. All is compiled and warmed up before the clock starts.
+
+what is printed:
+  TTFT    from the arrival of a request until its first token, its wait in the queue included
+  TPOT    mean time of each later token of a request
+  ITL     between two deliveries of tokens to a request; a decode window delivers its tokens at once
+  queue   from the arrival until the request had a row
+  device  the host waited for the device that long; in the rest of the time with work it was busy
+          itself, and the device may have been too
+  engine  what the engine counted from start to end of the clock
+"""
+
+
+def parse_counts(text: str, *, form: str) -> tuple[int, ...]:
+    """The counts, at least 1 each, of a list that is as long as `form`, such as IN,OUT."""
+    try:
+        counts = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        counts = ()
+    if len(counts) != len(form.split(",")) or min(counts) < 1:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not {form}. Write {len(form.split(','))} numbers of at least 1, "
+            "with commas and no spaces."
+        )
+    return counts
+
+
+def parse_count(text: str) -> int:
+    """A whole number of at least 1."""
+    return parse_counts(text, form="N")[0]
+
+
+def parse_positive(text: str) -> float:
+    """A number greater than 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number greater than 0.")
+    return value
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what this command takes to `parser`."""
+    model = parser.add_mutually_exclusive_group(required=True)
+    model.add_argument(
+        "--model", metavar="MODEL", help="alias, path (GGUF file or Hugging Face folder) or hub id"
+    )
+    model.add_argument(
+        "--shape", metavar="NAMED_SHAPE", help="random weights in a shape such as llama-3-8b"
+    )
+    _add_traffic_options(parser)
+    _add_output_options(parser)
+    defaults = {field.name: field.default for field in dataclasses.fields(EngineConfig)}
+    defaults["max_model_len"] = "what the longest request needs"
+    add_options(parser, "engine", ENGINE_OPTIONS, defaults)
+
+
+def _add_traffic_options(parser: argparse.ArgumentParser) -> None:
+    traffic = parser.add_argument_group("traffic")
+    source = traffic.add_mutually_exclusive_group(required=True)
+    source.add_argument("--trace", metavar="FILE", help="recorded traffic, see below")
+    source.add_argument(
+        "--fixed",
+        type=functools.partial(parse_counts, form="IN,OUT,COUNT"),
+        metavar="IN,OUT,COUNT",
+        help="COUNT requests of IN prompt and OUT output tokens, all there at the start",
+    )
+    traffic.add_argument(
+        "--requests", type=parse_count, metavar="N", help="only the first N requests of the trace"
+    )
+    traffic.add_argument(
+        "--divide",
+        type=parse_count,
+        default=1,
+        metavar="D",
+        help="divide lengths by D, so that a small model can serve the trace of a large one",
+    )
+    traffic.add_argument(
+        "--clip",
+        type=functools.partial(parse_counts, form="IN,OUT"),
+        metavar="IN,OUT",
+        help="then cut prompts to IN and outputs to OUT tokens",
+    )
+    loop = traffic.add_mutually_exclusive_group()
+    loop.add_argument(
+        "--open", action="store_true", help="send each request when the trace says that it came"
+    )
+    loop.add_argument(
+        "--concurrency",
+        type=parse_count,
+        metavar="N",
+        help="keep N requests under way, whenever they came (default: as many as --max-num-seqs)",
+    )
+    traffic.add_argument(
+        "--speedup", type=parse_positive, metavar="X", help="with --open: X times as fast"
+    )
+
+
+def _add_output_options(parser: argparse.ArgumentParser) -> None:
+    output = parser.add_argument_group("output")
+    output.add_argument(
+        "--slo-ttft",
+        type=parse_positive,
+        metavar="SECONDS",
+        help="goodput counts requests whose first token came within that time",
+    )
+    output.add_argument(
+        "--slo-tpot",
+        type=parse_positive,
+        metavar="SECONDS",
+        help="and whose later tokens took at most that long each, on average",
+    )
+    output.add_argument("--json", action="store_true", help="print a JSON object, not a table")
+    output.add_argument(
+        "--timeline",
+        metavar="FILE",
+        help="write what device and host did when, for chrome://tracing or ui.perfetto.dev",
+    )
+    output.add_argument(
+        "--plot",
+        metavar="FILE",
+        help="draw TTFT, ITL, requests and pages over time (.png, .svg, .pdf); needs matplotlib",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 once the figures are printed; 1 if a request did not get all of its tokens."""
+    if args.speedup is not None and not args.open:
+        raise UsageError("--speedup needs --open: a closed loop does not look at arrivals.")
+    for path in (args.timeline, args.plot):
+        if path is not None and not Path(path).resolve().parent.is_dir():
+            raise UsageError(f"{path} lies in no folder that exists. Make it first.")
+    requests = read_requests(args)
+    from jaxinfer.bench import plot, report  # noqa: PLC0415  (imports numpy)
+
+    if args.plot is not None:
+        plot.require_matplotlib()
+    with progress_bars(sys.stderr) as progress:
+        engine = make_engine(args, requests, progress)
+        result, timeline = measure(args, engine, requests, progress)
+    if timeline is not None:
+        write_timeline(args.timeline, timeline, result)
+    if args.plot is not None:
+        plot.save_plot(result, args.plot)
+    found = report.summary(result, slo_ttft=args.slo_ttft, slo_tpot=args.slo_tpot)
+    about = describe(args, engine)
+    if args.json:
+        print(json.dumps({**about, **found}))
+    else:
+        print(", ".join(f"{name} {value}" for name, value in about.items()))
+        print(report.table(found))
+    return int(found["num_incomplete"] > 0)
+
+
+def read_requests(args: argparse.Namespace) -> tuple[TracedRequest, ...]:
+    """The requests that the options describe."""
+    from jaxinfer.bench.traces import fixed_trace, read_trace, scale  # noqa: PLC0415
+
+    if args.fixed is not None:
+        requests = fixed_trace(*args.fixed)[: args.requests]
+    else:
+        requests = read_trace(args.trace, limit=args.requests)
+    return scale(requests, divide=args.divide, clip=args.clip, speedup=args.speedup or 1.0)
+
+
+def make_engine(
+    args: argparse.Namespace, requests: tuple[TracedRequest, ...], progress: Report | None
+) -> Engine:
+    """An engine that can serve the requests, everything compiled and run once."""
+    from jaxinfer import Engine  # noqa: PLC0415  (imports jax)
+    from jaxinfer.bench.replay import check_fits, warm_up  # noqa: PLC0415
+    from jaxinfer.engine.programs import keep_compiled_programs  # noqa: PLC0415
+
+    keywords = given(args, ENGINE_OPTIONS)
+    dtype, attention = keywords.pop("dtype", DEFAULT_DTYPE), keywords.pop("attention", None)
+    model, make_params = open_model(args, attention)
+    if "max_model_len" not in keywords:
+        page_size = keywords.get("page_size", EngineConfig.page_size)
+        keywords["max_model_len"] = fitting_len(requests, page_size, model.config.max_position)
+    config = EngineConfig(**{"kv_dtype": dtype, **keywords})
+    check_fits(requests, config)
+    keep_compiled_programs()
+    engine = Engine(
+        model,
+        make_params(dtype, progress),
+        config,
+        compile_ahead=True,
+        progress=reporter(progress, "compiling"),
+    )
+    warm_up(engine)
+    return engine
+
+
+def open_model(
+    args: argparse.Namespace, attention: str | None
+) -> tuple[Decoder, Callable[[str, Report | None], Any]]:
+    """The model, and what makes its params, given their dtype: read, or random for a shape."""
+    import jax  # noqa: PLC0415
+
+    from jaxinfer.checkpoint import load_params, open_checkpoint, resolve  # noqa: PLC0415
+    from jaxinfer.compute import Decoder  # noqa: PLC0415
+    from jaxinfer.models import named_shape  # noqa: PLC0415
+
+    if args.shape is not None:
+        model = Decoder(named_shape(args.shape), attention)
+        return model, lambda dtype, progress: model.init(jax.random.key(0), dtype)
+    checkpoint = open_checkpoint(resolve(args.model))
+    return Decoder(checkpoint.config, attention), lambda dtype, progress: load_params(
+        checkpoint, dtype=dtype, progress=reporter(progress, "loading")
+    )
+
+
+def fitting_len(requests: tuple[TracedRequest, ...], page_size: int, max_position: int) -> int:
+    """The `max_model_len` that the longest request needs, whole pages; ValueError if the model
+    cannot.
+    """
+    longest = max(request.num_prompt + request.num_output for request in requests)
+    require(page_size >= 1, f"page_size={page_size} must be at least 1.")
+    most = max_position - max_position % page_size
+    require(
+        longest <= most,
+        f"The longest request has {longest} tokens, prompt and output; the model can hold {most}, "
+        f"in whole pages of {page_size}. Use --clip or --divide.",
+    )
+    return longest + -longest % page_size
+
+
+def measure(
+    args: argparse.Namespace,
+    engine: Engine,
+    requests: tuple[TracedRequest, ...],
+    progress: Report | None,
+) -> tuple[Replay, Timeline | None]:
+    """What serving the requests brought, and the timeline if one is asked for."""
+    from jaxinfer.bench.prompts import make_prompts  # noqa: PLC0415  (imports numpy)
+    from jaxinfer.bench.replay import replay  # noqa: PLC0415
+    from jaxinfer.bench.timeline import Timeline  # noqa: PLC0415
+
+    prompts = make_prompts(requests, engine.num_valid_ids)
+    concurrency = None if args.open else args.concurrency or engine.config.max_num_seqs
+    with contextlib.ExitStack() as stack:
+        timeline = None
+        if args.timeline is not None:
+            timeline = stack.enter_context(Timeline())
+        result = replay(
+            engine,
+            requests,
+            prompts,
+            concurrency=concurrency,
+            progress=reporter(progress, "serving"),
+        )
+    return result, timeline
+
+
+def write_timeline(path: str, timeline: Timeline, result: Replay) -> None:
+    """Returns None; the trace lies at `path`."""
+    from jaxinfer.bench.timeline import chrome_trace  # noqa: PLC0415
+
+    trace = chrome_trace(timeline, result.samples, result.start_s)
+    Path(path).write_text(json.dumps(trace), encoding="utf-8")
+
+
+def describe(args: argparse.Namespace, engine: Engine) -> dict[str, Any]:
+    """What was measured: model, device, traffic and the sizes of the engine."""
+    import jax  # noqa: PLC0415
+
+    config = engine.config
+    closed = f"{args.concurrency or config.max_num_seqs} under way"
+    return {
+        "model": args.model or args.shape,
+        "dtype": given(args, ENGINE_OPTIONS).get("dtype", DEFAULT_DTYPE),
+        "device": jax.devices()[0].device_kind,
+        "traffic": args.trace or f"fixed {','.join(map(str, args.fixed))}",
+        "loop": f"open, {args.speedup or 1:g} times as fast" if args.open else closed,
+        "kv_dtype": config.kv_dtype,
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "num_pages": config.cache.num_pages,
+        "page_size": config.page_size,
+    }
+
+
+def reporter(progress: Report | None, what: str) -> Callable[[int, int], None] | None:
+    """`progress` for one named piece of work."""
+    return None if progress is None else functools.partial(progress, what)
