@@ -9,6 +9,7 @@ from typing import Any
 from jaxinfer.config import ModelConfig
 from jaxinfer.models.family import Family
 from jaxinfer.models.huggingface import decoder_from_hf, decoder_to_hf, renamed, settings
+from jaxinfer.models.huggingface_rope import partial_to_hf
 from jaxinfer.models.layout import HF_NAMES, Layout
 
 NAMES = replace(
@@ -57,6 +58,7 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
         model_type="gpt_neox",
         architecture="GPTNeoXForCausalLM",
         eps="layer_norm_eps",
+        rotary_pct=partial_to_hf(config.rope, config.head_dim),
         use_parallel_residual=config.parallel_residual,
         attention_bias=config.qkv_bias,
     )

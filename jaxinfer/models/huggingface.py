@@ -172,6 +172,7 @@ def decoder_to_hf(
         "max_position_embeddings": config.max_position,
         "bos_token_id": config.bos_id,
         "eos_token_id": list(config.eos_ids),
+        "pad_token_id": None,
         **own,
     }
 

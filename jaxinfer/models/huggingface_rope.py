@@ -89,10 +89,7 @@ def rope_to_hf(rope: RopeConfig, head_dim: int) -> Mapping[str, Any]:
     """The `rope_parameters` of `rope`."""
     values: dict[str, Any] = {"rope_type": rope.kind, "rope_theta": rope.theta}
     if rope.dim != head_dim:
-        partial = rope.dim / head_dim
-        if int(head_dim * partial) < rope.dim:  # the product rounded down, and readers truncate it
-            partial = math.nextafter(partial, 1.0)
-        values["partial_rotary_factor"] = partial
+        values["partial_rotary_factor"] = partial_to_hf(rope, head_dim)
     if rope.kind != "default":
         values["factor"] = rope.factor
     if rope.kind in ("llama3", "yarn", "longrope"):
@@ -114,3 +111,9 @@ def rope_to_hf(rope: RopeConfig, head_dim: int) -> Mapping[str, Any]:
         if value is not None:
             values[name] = list(value) if isinstance(value, tuple) else value
     return values
+
+
+def partial_to_hf(rope: RopeConfig, head_dim: int) -> float:
+    """The `partial_rotary_factor` of `rope`, whose product with `head_dim` readers truncate."""
+    partial = rope.dim / head_dim
+    return partial if int(head_dim * partial) == rope.dim else math.nextafter(partial, 1.0)

@@ -8,6 +8,7 @@ from typing import Any
 from jaxinfer.config import ModelConfig
 from jaxinfer.models.family import Family
 from jaxinfer.models.huggingface import decoder_from_hf, decoder_to_hf, settings
+from jaxinfer.models.huggingface_rope import partial_to_hf
 from jaxinfer.models.layout import HF_NAMES, Layout
 
 
@@ -42,6 +43,7 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
         model_type="stablelm",
         architecture="StableLmForCausalLM",
         eps="layer_norm_eps",
+        partial_rotary_factor=partial_to_hf(config.rope, config.head_dim),
         use_parallel_residual=config.parallel_residual,
         use_qkv_bias=config.qkv_bias,
     )

@@ -34,6 +34,8 @@ VARIANTS = [
         },
     ),
     ("stablelm", {"use_parallel_residual": True, "use_qkv_bias": True}),
+    ("stablelm", {"partial_rotary_factor": 1.0}),
+    ("gpt_neox", {"rotary_pct": 1.0}),
     ("gpt_neox", {"use_parallel_residual": False, "attention_bias": False}),
     ("phi3", {"sliding_window": 2047, "num_key_value_heads": 8, "tie_word_embeddings": True}),
     (
