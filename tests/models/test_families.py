@@ -34,25 +34,35 @@ def tiny(request):
 
 
 @pytest.mark.parametrize(("implementation", "stacked"), [("cpu", False), ("reference", True)])
-def test_logits_in_any_chunks(tiny, implementation, stacked):
+def test_logits_and_greedy_ids(tiny, implementation, stacked):
+    """Of a prompt and what follows it at temperature 0, in chunks of any size, and of a long one.
+
+    Ids are greedy if each has the largest of the logits that those before it give.
+    """
     model = Decoder(tiny.model.config, implementation)
     params = stack_layers(tiny.params) if stacked else tiny.params
     logits = functools.partial(logits_in_chunks, model, params, width=T, stacked=stacked)
+    greedy_ids = tiny.refs["greedy_ids"]
+    ids = np.concatenate([tiny.refs["prompt_ids"], greedy_ids[:-1]])
     for chunk in (T, 1, 7, 16):
-        got = logits(tiny.refs["prompt_ids"], chunk)
-        np.testing.assert_allclose(got, tiny.refs["logits"], atol=1e-4, rtol=0, err_msg=f"{chunk}")
+        got = logits(ids, chunk)
+        for part, wanted in ((got[:T], "logits"), (got[T - 1 :], "step_logits")):
+            np.testing.assert_allclose(part, tiny.refs[wanted], atol=1e-4, rtol=0, err_msg=wanted)
+        assert got[T - 1 :].argmax(axis=-1).tolist() == greedy_ids.tolist()
     final = logits(tiny.refs["long_prompt_ids"], T)[-1]
     np.testing.assert_allclose(final, tiny.refs["long_final_logits"], atol=1e-4, rtol=0)
 
 
-def test_greedy_ids(tiny, argmax_only):
+@pytest.mark.parametrize("name", ["gemma3", "gpt_neox", "phi3_longrope"])
+def test_generation(name, argmax_only):
+    """Prefill and decode as a program has them, of models that differ most from each other."""
+    tiny = read(name)
     ids = tiny.refs["prompt_ids"]
     greedy = SamplingParams(temperature=0.0, seed=0, ignore_eos=True)
     sampling = make_sampling_state([greedy], [ids.tolist()], vocab_size=256, eos_ids=[])
     whole = jax.jit(functools.partial(generate, tiny.model, max_tokens=16, page_size=8))
-    got = whole(
-        stack_layers(tiny.params), ids[None].astype(np.int32), np.array([T], np.int32), sampling
-    )
+    params = stack_layers(tiny.params)  # one layer to compile
+    got = whole(params, ids[None].astype(np.int32), np.array([T], np.int32), sampling)
     assert np.asarray(got)[0].tolist() == tiny.refs["greedy_ids"].tolist()
 
 
