@@ -16,6 +16,7 @@ from jaxinfer.cli.options import (
     add_sampling_options,
     engine_keywords,
     parse_setting,
+    refuse_logprobs,
     sampling_params,
 )
 from jaxinfer.cli.progress import progress_bars
@@ -73,7 +74,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """0, once the user has left."""
-    conversation = Conversation(args.system, sampling_params(args))
+    params = sampling_params(args)
+    refuse_logprobs(params)
+    conversation = Conversation(args.system, params)
     # One row decodes: a cache for more would be memory for nothing.
     keywords = {"max_num_seqs": 1, **engine_keywords(args)}
     from jaxinfer import LLM  # noqa: PLC0415  (imports jax)
@@ -133,7 +136,9 @@ def obey(conversation: Conversation, line: str) -> str:
     if command == "/params":
         if rest:
             name, value = parse_setting(rest)
-            conversation.params = dataclasses.replace(conversation.params, **{name: value})
+            params = dataclasses.replace(conversation.params, **{name: value})
+            refuse_logprobs(params)
+            conversation.params = params
         return "\n".join(
             f"{option.name}={getattr(conversation.params, option.name)}"
             for option in SAMPLING_OPTIONS

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import math
 import sys
 import time
 from pathlib import Path
@@ -17,12 +18,14 @@ from jaxinfer.cli.options import (
     add_model_options,
     add_sampling_options,
     engine_keywords,
+    refuse_logprobs,
     sampling_params,
 )
 from jaxinfer.cli.progress import progress_bars
 
 if TYPE_CHECKING:
     from jaxinfer import LLM, RequestOutput, SamplingParams
+    from jaxinfer.sched import TokenLogprobs
 
 SUMMARY = "generate text for one prompt or many"
 
@@ -33,6 +36,7 @@ examples:
   jaxinfer generate --model smollm2-135m "The capital of France is"
   jaxinfer generate --model smollm2-135m --chat --temperature 0 "Why is the sky blue?"
   jaxinfer generate --model smollm2-135m --file prompts.txt --json > answers.jsonl
+  jaxinfer generate --model smollm2-135m --json --logprobs 5 "The capital of France is"
   cat letter.txt | jaxinfer generate --model smollm2-135m --max-tokens 64
 """
 
@@ -59,6 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """The exit code, once every prompt has its answer on stdout and the speed stands on stderr."""
     params = sampling_params(args)
+    if not args.json:
+        refuse_logprobs(params)
     keywords = engine_keywords(args)
     if args.system is not None and not args.chat:
         raise UsageError("--system needs --chat: a plain prompt has no system message.")
@@ -151,9 +157,11 @@ def generate_all(
 
 
 def record(prompt: str, output: RequestOutput) -> dict[str, object]:
-    """The JSON object of one answer: ids, text, why it ended, what repeats it, how fast it was."""
+    """The JSON object of one answer: ids, text, why it ended, what repeats it, how fast it was;
+    log-probabilities if asked for.
+    """
     answer = output.outputs[0]
-    return {
+    fields = {
         "prompt": prompt,
         "num_prompt_tokens": len(output.prompt_token_ids),
         "cached_tokens": output.cached_tokens,
@@ -163,6 +171,21 @@ def record(prompt: str, output: RequestOutput) -> dict[str, object]:
         "seed": output.seed,
         "metrics": dataclasses.asdict(output.metrics),
     }
+    found = {"logprobs": answer.logprobs, "prompt_logprobs": output.prompt_logprobs}
+    for name, tokens in found.items():
+        if tokens is not None:
+            fields[name] = [token and token_record(token) for token in tokens]
+    return fields
+
+
+def token_record(token: TokenLogprobs) -> dict[str, object]:
+    """The JSON object of one token's log-probabilities; null, where JSON has no number, is -inf."""
+
+    def number(logprob: float) -> float | None:
+        return None if logprob == -math.inf else logprob
+
+    top = {token_id: number(logprob) for token_id, logprob in token.top.items()}
+    return {"token_id": token.token_id, "logprob": number(token.logprob), "top": top}
 
 
 def closing_line(outputs: list[RequestOutput], seconds: float, params: SamplingParams) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxinfer.config import DTYPES, EngineConfig
-from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.sampling_params import LOGPROBS_MODES, SamplingParams
 
 
 class UsageError(ValueError):
@@ -87,6 +87,7 @@ ENGINE_OPTIONS = (
     Option("num_pages", int, "pages in the KV cache (default: enough for every row)"),
     Option("prefill_chunk", int, "most prompt tokens computed at once"),
     Option("max_window", int, "most decode steps between two looks of the host"),
+    Option("max_logprobs", int, "most likely tokens that --logprobs may ask for"),
     Option("attention", str, "attention backend (default: by platform)", metavar="NAME"),
 )
 
@@ -116,6 +117,14 @@ SAMPLING_OPTIONS = (
     Option("stop_token_ids", parse_ids, "end the answer at these too", "ID,...", repeats=True),
     Option("ignore_eos", None, "go on past the model's own end of text"),
     Option("seed", int, "makes sampling repeatable (default: a fresh one, reported)"),
+    Option("logprobs", int, "log-probabilities of each token and the N most likely; with --json"),
+    Option("prompt_logprobs", int, "the same of each token of the prompt; with --json"),
+    Option(
+        "logprobs_mode",
+        str,
+        "of the model's own logits, or of what is sampled from",
+        choices=LOGPROBS_MODES,
+    ),
 )
 
 
@@ -183,6 +192,16 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
         return SamplingParams(**given(args, SAMPLING_OPTIONS))
     except (TypeError, ValueError) as error:
         raise UsageError(str(error)) from error
+
+
+def refuse_logprobs(params: SamplingParams) -> None:
+    """Raises UsageError if `params` ask for log-probabilities; for where they would not be seen."""
+    for name in ("logprobs", "prompt_logprobs"):
+        if getattr(params, name) is not None:
+            raise UsageError(
+                f"--{name.replace('_', '-')} needs --json of `jaxinfer generate`, which alone "
+                "shows log-probabilities."
+            )
 
 
 def parse_setting(text: str) -> tuple[str, Any]:

@@ -52,12 +52,14 @@ class Answer:
     def snapshot(self) -> RequestOutput:
         """The output so far; its delta is what came since the last snapshot."""
         request, delta = self.request, self._text[self._num_seen :]
+        params = request.params
         self.has_news, self._num_seen = False, len(self._text)
         completion = CompletionOutput(
             token_ids=tuple(request.output_ids),
             text=self._text,
             text_delta=delta,
             finish_reason=request.finish_reason,
+            logprobs=None if params.logprobs is None else tuple(request.logprobs),
         )
         return RequestOutput(
             request_id=request.id,
@@ -67,4 +69,7 @@ class Answer:
             cached_tokens=0,
             metrics=RequestMetrics.of(request),
             outputs=(completion,),
+            prompt_logprobs=(
+                None if params.prompt_logprobs is None else tuple(request.prompt_logprobs)
+            ),
         )

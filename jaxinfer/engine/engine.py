@@ -227,14 +227,13 @@ class Engine:
             executor.score(x_ND, score_batch(chunk, index, self.config.max_model_len))
             for index, chunk in scored
         )
-        starts = [(at, chunk.request) for at, chunk in enumerate(chunks) if chunk.is_last]
-        requests = tuple(request for _, request in starts)
+        requests = tuple(request for _, request in plan.starts)
         output = None
-        if starts:
+        if requests:
             sizes = dict(num_starts=executor.num_starts, num_rows=executor.num_rows)
-            batch = start_batch(chunks, starts, shape, **sizes)
+            batch = start_batch(chunks, plan.starts, shape, **sizes)
             output = _only_asked(executor.start(x_ND, batch), requests)
-        if starts or scored:
+        if requests or scored:
             self._underway.append(_Underway(output, requests, scores, scored))
 
     def _read(self) -> None:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Integral
 from typing import Any, cast
 
+import numpy as np
+
 from jaxinfer.checkpoint import load_params, open_checkpoint, resolve
 from jaxinfer.checkpoint.loading import Checkpoint
 from jaxinfer.compute.decoder import Decoder
@@ -43,6 +45,7 @@ class LLM:
         prefill_chunk: most prompt tokens computed at once, and so the longest that others wait for
             it.
         max_window: most decode steps between two looks of the host.
+        max_logprobs: most likely tokens whose log-probabilities a request may ask for; at most 128.
         attention: a backend of `pallas_kernels.paged_attention` by name; None: the platform's.
         logits_hook: pure `(logits_BV, sampling_state) -> logits_BV`, applied first at every step.
         compile_ahead: compile every program now, rather than each when it is first needed. Compiled
@@ -65,6 +68,7 @@ class LLM:
         num_pages: int | None = None,
         prefill_chunk: int = 512,
         max_window: int = 8,
+        max_logprobs: int = 20,
         attention: str | None = None,
         logits_hook: LogitsHook | None = None,
         compile_ahead: bool = False,
@@ -85,6 +89,7 @@ class LLM:
             num_pages=num_pages,
             prefill_chunk=prefill_chunk,
             max_window=max_window,
+            max_logprobs=max_logprobs,
             kv_dtype=kv_dtype or dtype,
         )
         self.tokenizer = _tokenizer_of(checkpoint)
@@ -125,9 +130,7 @@ class LLM:
         One `params` serves all prompts, or there is one for each. Raises ValueError before anything
         is computed if one of them cannot run; the message says which.
         """
-        one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Integral))
-        many = cast(Sequence[Prompt], [prompts] if one else prompts)
-        return self._run(many, self._encode, params)
+        return self._run(_as_prompts(prompts), self._encode, params)
 
     def chat(
         self,
@@ -143,6 +146,31 @@ class LLM:
         conversations = cast(Sequence[Messages], [messages] if one else messages)
         encode = functools.partial(encode_chat, self.tokenizer, **template)
         return self._run(conversations, encode, params)
+
+    def score(self, token_ids: Prompt | Sequence[Prompt]) -> np.ndarray | list[np.ndarray]:
+        """float32 `[T - 1]`: the log-probability of each token given those before it, the first
+        left out; a list of such arrays for a list of prompts.
+
+        They are "raw": the log-softmax of the model's own logits. Text is encoded as `generate`
+        does. Raises ValueError for fewer than 2 tokens, or for as many as `max_model_len`.
+        """
+
+        def encode(prompt: Prompt) -> list[int]:
+            ids = self._encode(prompt)
+            require(
+                len(ids) >= 2,
+                f"score is given {len(ids)} tokens and needs at least 2: the first has none "
+                "before it. Give it more.",
+            )
+            return ids
+
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+        outputs = self._run(_as_prompts(token_ids), encode, params)
+        scores = [
+            np.array([one.logprob for one in output.prompt_logprobs or () if one], np.float32)
+            for output in outputs
+        ]
+        return scores[0] if _is_prompt(token_ids) else scores
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> RequestStream:
         """An iterator of outputs that grow as tokens arrive; closing it cancels the request."""
@@ -255,6 +283,16 @@ class RequestStream(Iterator[RequestOutput]):
 
     def __del__(self):
         self.close()
+
+
+def _is_prompt(prompts: Prompt | Sequence[Prompt]) -> bool:
+    """Whether it is one prompt, a text or token ids, and not a list of them."""
+    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Integral))
+
+
+def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    """The prompts, one or several, as a list."""
+    return cast(Sequence[Prompt], [prompts] if _is_prompt(prompts) else prompts)
 
 
 def _tokenizer_of(checkpoint: Checkpoint) -> Tokenizer:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jaxinfer.sched import Request
+from jaxinfer.sched import Request, TokenLogprobs
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,14 @@ class CompletionOutput:
         text: what they say, without it.
         text_delta: what the newest tokens added to the text.
         finish_reason: "stop", "length", "cancelled" or "error"; None while it goes on.
+        logprobs: one for each of `token_ids`; None if not asked for.
     """
 
     token_ids: tuple[int, ...]
     text: str
     text_delta: str
     finish_reason: str | None
+    logprobs: tuple[TokenLogprobs, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,8 @@ class RequestOutput:
         seed: with the same prompt and parameters it repeats the draws.
         cached_tokens: prompt tokens whose keys and values were not computed anew.
         outputs: one per sample.
+        prompt_logprobs: one for each of `prompt_token_ids`, None for the first; None if not asked
+            for.
     """
 
     request_id: str
@@ -75,3 +79,4 @@ class RequestOutput:
     cached_tokens: int
     metrics: RequestMetrics
     outputs: tuple[CompletionOutput, ...]
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import signal
 from dataclasses import dataclass, field
 
 import pytest
 
 import jaxinfer
+from jaxinfer.sched import TokenLogprobs
+
+LOGPROBS = [
+    None,
+    TokenLogprobs(5, -0.5, {7: -0.25, 5: -0.5}),
+    TokenLogprobs(6, -math.inf, {9: 0.0, 0: -math.inf}),
+]
 
 
 @dataclass
@@ -16,6 +24,7 @@ class FakeCompletion:
     token_ids: list[int]
     text_delta: str = ""
     finish_reason: str | None = None
+    logprobs: list | None = None
 
 
 @dataclass
@@ -31,6 +40,7 @@ class FakeOutput:
     seed: int = 99
     cached_tokens: int = 0
     metrics: FakeMetrics = field(default_factory=FakeMetrics)
+    prompt_logprobs: list | None = None
 
 
 class FakeLLM:
@@ -55,7 +65,13 @@ class FakeLLM:
 
     def generate(self, prompts, params):
         self.calls.append(("generate", prompts, params))
-        return [list(self._echo(prompt))[-1] for prompt in prompts]
+        outputs = [list(self._echo(prompt))[-1] for prompt in prompts]
+        for output in outputs:
+            if params.logprobs is not None:
+                output.outputs[0].logprobs = LOGPROBS[1:]
+            if params.prompt_logprobs is not None:
+                output.prompt_logprobs = LOGPROBS
+        return outputs
 
     def chat(self, messages, params):
         self.calls.append(("chat", messages, params))

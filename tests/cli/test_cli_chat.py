@@ -65,6 +65,13 @@ def test_params_are_shown_and_set(chat):
     assert "top_k=many is not a number" in err
 
 
+def test_log_probabilities_are_refused_where_nothing_shows_them(chat):
+    _, llm, _, err = chat("/params logprobs=2", "hi")
+    assert "--logprobs needs --json of `jaxinfer generate`" in err
+    assert llm.calls[1][2].logprobs is None
+    assert main(["chat", "--model", "m", "--prompt-logprobs", "1"]) == 2
+
+
 def test_help_lists_every_command_and_others_are_refused(chat):
     code, _, out, err = chat("/help", "/sing")
     assert code == 0

@@ -73,6 +73,22 @@ def test_file_has_a_prompt_per_line_and_json_an_object(llms, tmp_path, capsys):
     assert llms[0].calls[0] == ("LLM", "m", {"compile_ahead": True, "max_num_seqs": 4})
 
 
+def test_json_has_log_probabilities_where_asked_for(llms, capsys):
+    """JSON has no number for -inf, so it is null there."""
+    token = {"token_id": 5, "logprob": -0.5, "top": {"7": -0.25, "5": -0.5}}
+    never = {"token_id": 6, "logprob": None, "top": {"9": 0.0, "0": None}}
+    assert generate("--json", "--logprobs", "2", "a b") == 0
+    record = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert record["logprobs"] == [token, never]
+    assert "prompt_logprobs" not in record
+    assert list(record["logprobs"][0]["top"]) == ["7", "5"], "the most likely first"
+    assert generate("--json", "--prompt-logprobs", "2", "a b") == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["prompt_logprobs"] == [None, token, never]
+    assert "logprobs" not in record
+    assert [llm.calls[1][2].logprobs for llm in llms] == [2, None]
+
+
 def test_many_prompts_are_numbered(llms, tmp_path, capsys):
     path = tmp_path / "prompts.txt"
     path.write_text("a b\nc", encoding="utf-8")
@@ -103,6 +119,9 @@ def test_a_request_that_failed_is_exit_code_1(llms, capsys):
         (("--stream", "--json", "hi"), "--stream and --json"),
         (("--logit-bias", "1=2", "--logit-bias", "1=3", "hi"), "token id 1 twice"),
         (("--temperature", "-1", "hi"), "SamplingParams.temperature=-1"),
+        (("--logprobs", "3", "hi"), "--logprobs needs --json"),
+        (("--prompt-logprobs", "0", "hi"), "--prompt-logprobs needs --json"),
+        (("--json", "--logprobs", "-1", "hi"), "SamplingParams.logprobs=-1"),
     ],
 )
 def test_what_cannot_be_meant_is_a_usage_error(llms, capsys, argv, message):

@@ -22,7 +22,7 @@ from jaxinfer.engine import outputs
 from jaxinfer.sampling_params import SamplingParams
 
 # Fields that a request is refused for so far, so no option offers them.
-RESERVED = {"n", "logprobs", "prompt_logprobs", "logprobs_mode"}
+RESERVED = {"n"}
 
 
 def parse(*argv: str) -> argparse.Namespace:
@@ -73,7 +73,8 @@ def test_every_sampling_option_reaches_its_field():
         *("--frequency-penalty", "0.25", "--logit-bias", "5=-100", "--logit-bias", "6=1.5"),
         *("--allowed-token-ids", "1,2", "--allowed-token-ids", "3", "--bad-words", "darn it"),
         *("--bad-words", "a,b", "--max-tokens", "9", "--min-tokens", "2"),
-        *("--stop-token-ids", "4", "--ignore-eos", "--seed", "-3"),
+        *("--stop-token-ids", "4", "--ignore-eos", "--seed", "-3", "--logprobs", "0"),
+        *("--prompt-logprobs", "5", "--logprobs-mode", "processed"),
     )
     assert sampling_params(args) == SamplingParams(
         temperature=0.5,
@@ -91,6 +92,9 @@ def test_every_sampling_option_reaches_its_field():
         stop_token_ids=[4],
         ignore_eos=True,
         seed=-3,
+        logprobs=0,
+        prompt_logprobs=5,
+        logprobs_mode="processed",
     )
 
 
@@ -98,6 +102,7 @@ def test_every_engine_option_reaches_its_keyword():
     args = parse(
         *("--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "4"),
         *("--page-size", "16", "--num-pages", "99", "--attention", "reference"),
+        *("--max-logprobs", "40"),
     )
     assert engine_keywords(args) == {
         "compile_ahead": True,
@@ -107,6 +112,7 @@ def test_every_engine_option_reaches_its_keyword():
         "page_size": 16,
         "num_pages": 99,
         "attention": "reference",
+        "max_logprobs": 40,
     }
 
 
@@ -120,6 +126,8 @@ def test_every_engine_option_reaches_its_keyword():
         ("--allowed-token-ids", ""),
         ("--dtype", "float8"),
         ("--top-k", "2.5"),
+        ("--logprobs", "all"),
+        ("--logprobs-mode", "cooked"),
     ],
 )
 def test_malformed_values_are_refused(argv, capsys):

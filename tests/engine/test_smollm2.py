@@ -22,11 +22,14 @@ DATA = Path(__file__).parents[1] / "data"
 ROOT = Path(__file__).parents[2] / "checkpoints"
 # Below this gap between the two best logits another order of summation may choose the other.
 TIE = 1e-3
+MODEL_LEN = 1600
 
 
 @pytest.fixture(scope="module")
 def references():
-    """30 prompts of all kinds, 64 greedy ids each (EOS not stopping), the gap at each step."""
+    """30 prompts of all kinds with the log-probability of each token but the first, 64 greedy ids
+    each (EOS not stopping), the five most likely at each step and the gap between the best two.
+    """
     with open(DATA / "smollm2.json") as file:
         return json.load(file)["prompts"]
 
@@ -36,22 +39,75 @@ def loaded():
     return jaxinfer.load(str(resolve("smollm2-135m", ROOT)), dtype="float32")
 
 
-def test_greedy_ids(loaded, references):
-    """All prompts at once, in chunks, through the engine: the ids up to the first tie."""
-    config = jaxinfer.EngineConfig(max_model_len=1600, max_num_seqs=32, kv_dtype="float32")
+@pytest.fixture(scope="module")
+def served(loaded, references):
+    """The requests of all prompts, served at once, in chunks; log-probabilities of all tokens."""
+    config = jaxinfer.EngineConfig(max_model_len=MODEL_LEN, max_num_seqs=32, kv_dtype="float32")
     engine = jaxinfer.Engine(*loaded, config, eos_ids=())
-    params = jaxinfer.SamplingParams(temperature=0.0, max_tokens=64)
+    params = jaxinfer.SamplingParams(temperature=0.0, max_tokens=64, logprobs=5, prompt_logprobs=0)
     requests = [engine.add_request(ref["prompt_ids"], params) for ref in references]
     while engine.has_work:
         engine.step()
     engine.check_integrity()
+    return requests
+
+
+def num_certain(ref):
+    """Steps up to the first tie."""
+    return next((step for step, gap in enumerate(ref["gap"]) if gap < TIE), 64)
+
+
+def test_greedy_ids(served, references):
     num_compared = 0
-    for request, ref in zip(requests, references, strict=True):
-        ties = [step for step, gap in enumerate(ref["gap"]) if gap < TIE]
-        until = min(ties, default=64)
+    for request, ref in zip(served, references, strict=True):
+        until = num_certain(ref)
         assert request.output_ids[:until] == ref["greedy_ids"][:until], ref["id"]
         num_compared += until
     assert num_compared > 1500
+
+
+def assert_near(got, wanted):
+    """Returns how many values were compared. A hidden state in many thousand amplifies float32
+    rounding, in any order of summation, beyond what the others show.
+    """
+    errors = np.abs(np.subtract(got, wanted))
+    assert np.quantile(errors, 0.999) < 1e-4
+    assert errors.max() < 2e-3
+    return errors.size
+
+
+def test_log_probabilities(served, references):
+    """Of every token of the prompts, and of the five most likely at every step."""
+    prompts, tops = ([], []), ([], [])
+    for request, ref in zip(served, references, strict=True):
+        assert request.prompt_logprobs[0] is None
+        prompts[0].extend(entry.logprob for entry in request.prompt_logprobs[1:])
+        prompts[1].extend(ref["prompt_logprobs"])
+        for step in range(num_certain(ref)):
+            entry = request.logprobs[step]
+            assert entry.logprob == entry.top[entry.token_id] == max(entry.top.values())
+            tops[0].extend(entry.top.values())
+            tops[1].extend(ref["top5_logprobs"][step])
+    assert assert_near(*prompts) > 5000
+    assert assert_near(*tops) > 9000
+
+
+def test_scores(served, references):
+    """Short prompts with their outputs as one text: as they were when generated, and as in the
+    reference.
+    """
+    llm = jaxinfer.LLM(str(resolve("smollm2-135m", ROOT)), dtype="float32", max_model_len=MODEL_LEN)
+    short = [pair for pair in zip(served, references) if len(pair[0].prompt_ids) <= 200]
+    all_scores = llm.score([[*r.prompt_ids, *r.output_ids] for r, _ in short])
+    got, wanted = [], []
+    for scores, (request, ref) in zip(all_scores, short, strict=True):
+        entries = [*request.prompt_logprobs[1:], *request.logprobs]
+        generated = [entry.logprob for entry in entries]
+        np.testing.assert_allclose(scores, generated, atol=1e-4, rtol=0, err_msg=ref["id"])
+        best = [top[0] for top in ref["top5_logprobs"][: num_certain(ref)]]
+        got.extend(scores[: len(ref["prompt_logprobs"]) + len(best)])
+        wanted.extend([*ref["prompt_logprobs"], *best])
+    assert assert_near(got, wanted) > 2500
 
 
 def test_final_logits(loaded, references):
