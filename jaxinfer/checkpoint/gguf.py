@@ -19,7 +19,8 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 from jaxinfer.checkpoint.rows import RowReader, TensorEntry, check_extent, read_bytes
 from jaxinfer.config import ModelConfig
 from jaxinfer.models import family_of, family_of_gguf
-from jaxinfer.models.gguf import ROPE_DIVISORS
+from jaxinfer.models.gguf import GGUFSettings
+from jaxinfer.models.gguf_rope import ROPE_TENSORS
 from jaxinfer.models.weights import Leaf
 
 _MAGIC = b"GGUF"
@@ -52,10 +53,10 @@ class GGUFReader(RowReader):
         return path.is_file() and path.suffix == ".gguf"
 
     def config(self) -> ModelConfig:
-        divisors = self.read(ROPE_DIVISORS).tolist() if ROPE_DIVISORS in self.tensors else []
         family = family_of_gguf(self.metadata)
         assert family.config_from_gguf is not None
-        return family.config_from_gguf(self.metadata, self.tensors, divisors)
+        rope = {name: self.read(name).tolist() for name in ROPE_TENSORS if name in self.tensors}
+        return family.config_from_gguf(GGUFSettings(self.metadata, self.tensors, rope))
 
     def leaves(self, config: ModelConfig) -> tuple[Leaf, ...]:
         family = family_of(config)
@@ -71,7 +72,7 @@ class GGUFReader(RowReader):
         return True
 
     def is_ignored(self, name: str) -> bool:
-        return name == ROPE_DIVISORS  # read by `config`
+        return name in ROPE_TENSORS  # read by `config`
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
         entry = self.tensors[name]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
 from jaxinfer.config import ModelConfig
+from jaxinfer.models.gguf import GGUFSettings
 from jaxinfer.models.weights import Leaf
 
 
@@ -22,8 +23,7 @@ class Family:
         prefixes: beginnings of tensor names in Hugging Face checkpoints, and what `weights` has.
         ignored: patterns of names of tensors there that are no weights of the decoder.
         gguf_architectures: values of `general.architecture` in GGUF.
-        config_from_gguf: takes the metadata, the tensor names and the rotary divisors; None, like
-            `gguf_weights`, without `gguf_architectures`.
+        config_from_gguf: None, like `gguf_weights`, without `gguf_architectures`.
         gguf_weights: the leaves with the names of GGUF.
     """
 
@@ -35,9 +35,7 @@ class Family:
     prefixes: tuple[tuple[str, str], ...] = ()
     ignored: tuple[str, ...] = ()
     gguf_architectures: tuple[str, ...] = ()
-    config_from_gguf: (
-        Callable[[Mapping[str, Any], Collection[str], Sequence[float]], ModelConfig] | None
-    ) = None
+    config_from_gguf: Callable[[GGUFSettings], ModelConfig] | None = None
     gguf_weights: Callable[[ModelConfig], tuple[Leaf, ...]] | None = None
 
     def tensor_name(self, name: str) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from jaxinfer.config import LayerKind, ModelConfig
 from jaxinfer.models.family import Family
 from jaxinfer.models.fields import Fields
+from jaxinfer.models.gguf import GGUFSettings, decoder_from_gguf, windows_from_gguf
 from jaxinfer.models.huggingface import (
     decoder_from_hf,
     decoder_to_hf,
@@ -17,7 +18,7 @@ from jaxinfer.models.huggingface import (
     windows_from_hf,
     windows_to_hf,
 )
-from jaxinfer.models.layout import HF_POST_NORM_NAMES, Layout
+from jaxinfer.models.layout import GGUF_NAMES, HF_POST_NORM_NAMES, Layout
 
 DEFAULTS = {
     "bos_token_id": 2,
@@ -94,10 +95,51 @@ def gemma_to_hf(config: ModelConfig, **own: Any) -> dict[str, Any]:
     )
 
 
+def config_from_gguf(file: GGUFSettings) -> ModelConfig:
+    """The config that a GGUF file describes. Raises ValueError on a setting it does not know."""
+    fields = file.fields
+    window = fields.integer("attention.sliding_window", 4096) or None
+    windows = windows_from_gguf(fields, window, period=2)
+    return gemma_from_gguf(
+        file,
+        family="gemma2",
+        layers_of_27b=46,
+        pattern=pattern_of(LayerKind(window=window) for window in windows),
+        attention_soft_cap=fields.number("attn_logit_softcapping", 50.0) or None,
+        logits_soft_cap=fields.number("final_logit_softcapping", 30.0) or None,
+    )
+
+
+def gemma_from_gguf(
+    file: GGUFSettings, *, layers_of_27b: int, harmless: Collection[str] = (), **own: Any
+) -> ModelConfig:
+    """The config from what GGUF files of Gemma 2 and 3 share; `own` are the family's fields.
+
+    The models of 27B alone scale scores by another size than that of a head, which no key says.
+    """
+    fields, size = file.fields, file.head_dim
+    hidden_size = fields.integer("embedding_length")
+    if fields.integer("block_count") == layers_of_27b:
+        size = hidden_size // fields.integer("attention.head_count")
+    return decoder_from_gguf(
+        file,
+        harmless=harmless,
+        norm_offset=1.0,
+        post_norm=True,
+        activation="gelu_tanh",
+        attention_scale=_attention_scale(size),
+        embedding_scale=hidden_size**0.5,
+        **own,
+    )
+
+
 FAMILY = Family(
     name="gemma2",
     model_types=("gemma2",),
     config_from_hf=config_from_hf,
     config_to_hf=config_to_hf,
     weights=Layout(names=HF_POST_NORM_NAMES),
+    gguf_architectures=("gemma2",),
+    config_from_gguf=config_from_gguf,
+    gguf_weights=Layout(names=GGUF_NAMES, norm_offset=1.0),
 )

@@ -11,7 +11,8 @@ from typing import Any
 from jaxinfer.config import LayerKind, ModelConfig, RopeConfig
 from jaxinfer.models.family import Family
 from jaxinfer.models.fields import Fields
-from jaxinfer.models.gemma2 import DEFAULTS, gemma_from_hf, gemma_to_hf
+from jaxinfer.models.gemma2 import DEFAULTS, gemma_from_gguf, gemma_from_hf, gemma_to_hf
+from jaxinfer.models.gguf import GGUFSettings, windows_from_gguf
 from jaxinfer.models.huggingface import (
     HARMLESS,
     pattern_of,
@@ -20,7 +21,7 @@ from jaxinfer.models.huggingface import (
     windows_from_hf,
 )
 from jaxinfer.models.huggingface_rope import rope_from_hf, rope_to_hf
-from jaxinfer.models.layout import HF_POST_NORM_NAMES, Layout
+from jaxinfer.models.layout import GGUF_NAMES, HF_POST_NORM_NAMES, Layout
 
 # Of a checkpoint that also sees: what is about images.
 _VISION = (
@@ -29,6 +30,17 @@ _VISION = (
     "boi_token_index",
     "eoi_token_index",
     "image_token_index",
+)
+_GGUF_VISION = (
+    "mm.tokens_per_image",
+    "vision.attention.head_count",
+    "vision.attention.layer_norm_epsilon",
+    "vision.block_count",
+    "vision.embedding_length",
+    "vision.feed_forward_length",
+    "vision.image_size",
+    "vision.num_channels",
+    "vision.patch_size",
 )
 
 
@@ -105,6 +117,26 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     }
 
 
+def config_from_gguf(file: GGUFSettings) -> ModelConfig:
+    """The config that a GGUF file describes. Raises ValueError on a setting it does not know."""
+    fields = file.fields
+    window = fields.integer("attention.sliding_window", 0) or None
+    local = RopeConfig(theta=fields.number("rope.freq_base_swa", 1e4), dim=file.head_dim)
+    kinds = (
+        LayerKind() if window is None else LayerKind(window=window, rope=local)
+        for window in windows_from_gguf(fields, window, period=6)
+    )
+    return gemma_from_gguf(
+        file,
+        family="gemma3",
+        layers_of_27b=62,
+        harmless=_GGUF_VISION,
+        qk_norm="head",
+        pattern=pattern_of(kinds),
+        logits_soft_cap=fields.number("final_logit_softcapping", 0.0) or None,
+    )
+
+
 FAMILY = Family(
     name="gemma3",
     model_types=("gemma3_text", "gemma3"),
@@ -116,4 +148,7 @@ FAMILY = Family(
         ("model.language_model.", "model."),
     ),
     ignored=("*vision_tower.*", "*multi_modal_projector.*"),
+    gguf_architectures=("gemma3",),
+    config_from_gguf=config_from_gguf,
+    gguf_weights=Layout(names=GGUF_NAMES, norm_offset=1.0),
 )

@@ -7,120 +7,131 @@ from typing import Any
 
 import numpy as np
 
-from jaxinfer.config import ModelConfig, RopeConfig, require
+from jaxinfer.config import ModelConfig, require
 from jaxinfer.models.fields import Fields
-from jaxinfer.models.layout import GGUF_NAMES
-
-# Per-frequency divisors of the rotary embedding: a tensor of settings rather than of weights.
-ROPE_DIVISORS = "rope_freqs.weight"
+from jaxinfer.models.gguf_rope import rope_from_gguf
+from jaxinfer.models.layout import GGUF_NAMES, TensorNames
 
 HARMLESS = frozenset(["rope.scaling.finetuned"])
 
 
+class GGUFSettings:
+    """What a GGUF file says of a model beside its weights.
+
+    Attributes:
+        metadata: every key of the file.
+        fields: the keys of the model's architecture, without its name before them.
+        tensor_names: of the file; a bias or an output projection that it lacks the model has not.
+        rope_tensors: the values of those `ROPE_TENSORS` that the file has.
+    """
+
+    def __init__(
+        self,
+        metadata: Mapping[str, Any],
+        tensor_names: Collection[str],
+        rope_tensors: Mapping[str, Sequence[float]],
+    ):
+        prefix = f"{metadata['general.architecture']}."
+        self.metadata = metadata
+        self.tensor_names = tensor_names
+        self.rope_tensors = {
+            name: tuple(map(_decimal, values)) for name, values in rope_tensors.items()
+        }
+        self.fields = Fields(
+            {
+                key.removeprefix(prefix): _decimal(value) if isinstance(value, float) else value
+                for key, value in metadata.items()
+                if key.startswith(prefix)
+            },
+            f"GGUF metadata of architecture {prefix[:-1]!r}",
+        )
+
+    @property
+    def head_dim(self) -> int:
+        """Dimensions of a head."""
+        hidden_size, num_heads = map(
+            self.fields.integer, ("embedding_length", "attention.head_count")
+        )
+        return self.fields.integer("attention.key_length", hidden_size // num_heads)
+
+
 def decoder_from_gguf(
-    metadata: Mapping[str, Any],
-    tensor_names: Collection[str],
-    rope_divisors: Sequence[float],
+    file: GGUFSettings,
     *,
     family: str,
+    names: TensorNames = GGUF_NAMES,
+    eps: str = "attention.layer_norm_rms_epsilon",
+    partial_rope: bool = False,
+    harmless: Collection[str] = (),
     **own: Any,
 ) -> ModelConfig:
     """The config from the metadata that most families share.
 
     Args:
-        metadata: all keys of the file.
-        tensor_names: of the file; a missing output projection means that the embedding is used.
-        rope_divisors: the values of `ROPE_DIVISORS` if the file has it, else empty.
+        names: of the file's tensors.
+        eps: what the family calls this setting.
+        partial_rope: whether a part of each head may rotate.
+        harmless: settings that leave the family's results as they are.
         own: the family's own fields.
+
+    Raises ValueError for a setting that has not been understood.
     """
-    architecture = metadata["general.architecture"]
-    shards = metadata.get("split.count", 1)
+    shards = file.metadata.get("split.count", 1)
     require(
         shards <= 1,
         f"This GGUF file is one of split.count={shards}. "
         "Merge them first (llama-gguf-split --merge).",
     )
-    prefix = f"{architecture}."
-    fields = Fields(
-        {
-            key.removeprefix(prefix): value
-            for key, value in metadata.items()
-            if key.startswith(prefix)
-        },
-        f"GGUF metadata of architecture {architecture!r}",
-    )
-    hidden_size = fields.integer("embedding_length")
+    fields, head_dim = file.fields, file.head_dim
     num_heads = fields.integer("attention.head_count")
-    head_dim = fields.integer("attention.key_length", hidden_size // num_heads)
     fields.choice("attention.value_length", {head_dim: head_dim}, head_dim)
     fields.choice("expert_count", {0: 0}, 0)
     fields.choice("expert_used_count", {0: 0}, 0)
-    max_position = fields.integer("context_length")
-    vocab_size = fields.integer(
-        "vocab_size", len(metadata.get("tokenizer.ggml.tokens", ())) or None
-    )
+    tokens = file.metadata.get("tokenizer.ggml.tokens", ())
+    biased = [
+        f"{names.layer.format(i=0)}{module}.bias" in file.tensor_names
+        for module in (names.query, names.out, names.up)
+    ]
     config = ModelConfig(
         family=family,
-        vocab_size=vocab_size,
-        hidden_size=hidden_size,
+        vocab_size=fields.integer("vocab_size", len(tokens) or None),
+        hidden_size=fields.integer("embedding_length"),
         intermediate_size=fields.integer("feed_forward_length"),
         num_layers=fields.integer("block_count"),
         num_heads=num_heads,
         num_kv_heads=fields.integer("attention.head_count_kv", num_heads),
         head_dim=head_dim,
-        norm_eps=_decimal(fields.number("attention.layer_norm_rms_epsilon")),
-        rope=_rope(fields, head_dim, max_position, rope_divisors),
-        qkv_bias=f"{GGUF_NAMES.layer.format(i=0)}{GGUF_NAMES.query}.bias" in tensor_names,
-        out_bias=f"{GGUF_NAMES.layer.format(i=0)}{GGUF_NAMES.out}.bias" in tensor_names,
-        mlp_bias=f"{GGUF_NAMES.layer.format(i=0)}{GGUF_NAMES.gate}.bias" in tensor_names,
-        tie_embeddings=f"{GGUF_NAMES.head}.weight" not in tensor_names,
-        max_position=max_position,
-        bos_id=metadata.get("tokenizer.ggml.bos_token_id"),
-        eos_ids=_eos_ids(metadata),
+        norm_eps=fields.number(eps),
+        rope=rope_from_gguf(fields, file.rope_tensors, head_dim, partial=partial_rope),
+        qkv_bias=biased[0],
+        out_bias=biased[1],
+        mlp_bias=biased[2],
+        tie_embeddings=f"{names.head}.weight" not in file.tensor_names,
+        max_position=fields.integer("context_length"),
+        bos_id=file.metadata.get("tokenizer.ggml.bos_token_id"),
+        eos_ids=_eos_ids(file.metadata),
         **own,
     )
-    fields.refuse_rest(HARMLESS)
+    fields.refuse_rest(HARMLESS.union(harmless))
     return config
 
 
-def _rope(
-    fields: Fields, head_dim: int, max_position: int, divisors: Sequence[float]
-) -> RopeConfig:
-    """The rotary embedding. Divisors in a tensor are the llama3 formula already worked out."""
-    theta = _decimal(fields.number("rope.freq_base", 10000.0))
-    dim = fields.choice("rope.dimension_count", {head_dim: head_dim}, head_dim)
-    old_factor = fields.number("rope.scale_linear", 1.0)
-    kind = fields.choice(
-        "rope.scaling.type",
-        {"none": "default", "linear": "linear", "yarn": "yarn"},
-        "none" if old_factor == 1 else "linear",
+def windows_from_gguf(fields: Fields, window: int | None, period: int) -> list[int | None]:
+    """The window of each layer: of `period` layers all but the last have it, unless the file says
+    otherwise.
+    """
+    count = fields.integer("block_count")
+    pattern = fields.take("attention.sliding_window_pattern", period)
+    slides = pattern
+    if isinstance(pattern, int) and pattern > 0:
+        slides = [i % pattern < pattern - 1 for i in range(count)]
+    require(
+        isinstance(slides, list) and len(slides) == count,
+        f"This GGUF file has attention.sliding_window_pattern={str(pattern)[:200]}, which must be "
+        f"a period or say of each of {count} layers whether it has a window. "
+        "Convert the model again.",
     )
-    factor = fields.number("rope.scaling.factor", old_factor)
-    fields.choice("rope.scaling.attn_factor", {1.0: 1.0}, 1.0)
-    original = fields.integer("rope.scaling.original_context_length", max_position)
-    if divisors:
-        require(
-            kind == "default",
-            f"This GGUF file has both {ROPE_DIVISORS} and rope.scaling.type={kind!r}, which is not "
-            "supported. Convert the model again.",
-        )
-        factors = tuple(float(value) for value in divisors)
-        return RopeConfig(
-            kind="longrope",
-            theta=theta,
-            dim=dim,
-            original_max_position=max_position,
-            attention_factor=1.0,
-            short_factor=factors,
-            long_factor=factors,
-        )
-    if kind == "default" or factor == 1:
-        return RopeConfig(theta=theta, dim=dim)
-    if kind == "linear":
-        return RopeConfig(kind=kind, theta=theta, dim=dim, factor=factor)
-    return RopeConfig(
-        kind=kind, theta=theta, dim=dim, factor=factor, original_max_position=original
-    )
+    return [window if slide else None for slide in slides]
 
 
 def _decimal(value: float) -> float:

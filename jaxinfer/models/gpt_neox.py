@@ -8,9 +8,10 @@ from typing import Any
 
 from jaxinfer.config import ModelConfig
 from jaxinfer.models.family import Family
+from jaxinfer.models.gguf import GGUFSettings, decoder_from_gguf
 from jaxinfer.models.huggingface import decoder_from_hf, decoder_to_hf, renamed, settings
 from jaxinfer.models.huggingface_rope import partial_to_hf
-from jaxinfer.models.layout import HF_NAMES, Layout
+from jaxinfer.models.layout import GGUF_NAMES, HF_NAMES, Layout
 
 NAMES = replace(
     HF_NAMES,
@@ -23,6 +24,7 @@ NAMES = replace(
     up="mlp.dense_h_to_4h",
     down="mlp.dense_4h_to_h",
 )
+GGUF_FUSED_NAMES = replace(GGUF_NAMES, **dict.fromkeys(("query", "key", "value"), "attn_qkv"))
 
 _OLD_NAMES = {"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"}
 
@@ -64,6 +66,21 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     )
 
 
+def config_from_gguf(file: GGUFSettings) -> ModelConfig:
+    """The config that a GGUF file describes. Raises ValueError on a setting it does not know."""
+    return decoder_from_gguf(
+        file,
+        family="gpt_neox",
+        names=GGUF_FUSED_NAMES,
+        eps="attention.layer_norm_epsilon",
+        partial_rope=True,
+        norm="layer",
+        parallel_residual=file.fields.flag("use_parallel_residual", True),
+        gated_mlp=False,
+        activation="gelu",  # as most of them, but no key says
+    )
+
+
 FAMILY = Family(
     name="gpt_neox",
     model_types=("gpt_neox",),
@@ -71,4 +88,7 @@ FAMILY = Family(
     config_to_hf=config_to_hf,
     weights=Layout(names=NAMES, grouped=True),
     ignored=("*.attention.bias", "*.attention.masked_bias"),  # buffers that old files hold
+    gguf_architectures=("gptneox",),
+    config_from_gguf=config_from_gguf,
+    gguf_weights=Layout(names=GGUF_FUSED_NAMES),
 )

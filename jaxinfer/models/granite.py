@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxinfer.config import ModelConfig
+from jaxinfer.config import LayerKind, ModelConfig
 from jaxinfer.models.family import Family
+from jaxinfer.models.gguf import GGUFSettings, decoder_from_gguf
 from jaxinfer.models.huggingface import decoder_from_hf, decoder_to_hf, preimage, settings
-from jaxinfer.models.layout import HF_NAMES, Layout
+from jaxinfer.models.layout import GGUF_NAMES, HF_NAMES, Layout
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
@@ -47,10 +48,28 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     )
 
 
+def config_from_gguf(file: GGUFSettings) -> ModelConfig:
+    """The config that a GGUF file describes. Raises ValueError on a setting it does not know."""
+    fields = file.fields
+    # Of each multiplier 0 says that there is none.
+    return decoder_from_gguf(
+        file,
+        family="granite",
+        pattern=(LayerKind(use_rope=fields.flag("rope.scaling.finetuned", True)),),
+        attention_scale=fields.number("attention.scale", 0.0) or None,
+        embedding_scale=fields.number("embedding_scale", 0.0) or 1.0,
+        residual_scale=fields.number("residual_scale", 0.0) or 1.0,
+        logits_scale=_reciprocal(fields.number("logit_scale")),
+    )
+
+
 FAMILY = Family(
     name="granite",
     model_types=("granite",),
     config_from_hf=config_from_hf,
     config_to_hf=config_to_hf,
     weights=Layout(names=HF_NAMES),
+    gguf_architectures=("granite",),
+    config_from_gguf=config_from_gguf,
+    gguf_weights=Layout(names=GGUF_NAMES, interleaved=True),
 )

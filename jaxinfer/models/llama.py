@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from jaxinfer.config import ModelConfig
 from jaxinfer.models.family import Family
-from jaxinfer.models.gguf import decoder_from_gguf
+from jaxinfer.models.gguf import GGUFSettings, decoder_from_gguf
 from jaxinfer.models.huggingface import decoder_from_hf, decoder_to_hf, settings
 from jaxinfer.models.layout import GGUF_NAMES, HF_NAMES, Layout
 
@@ -36,13 +36,9 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     )
 
 
-def config_from_gguf(
-    metadata: Mapping[str, Any],
-    tensor_names: Collection[str],
-    rope_divisors: Sequence[float] = (),
-) -> ModelConfig:
-    """The config that a GGUF file describes; the arguments are those of `decoder_from_gguf`."""
-    return decoder_from_gguf(metadata, tensor_names, rope_divisors, family="llama")
+def config_from_gguf(file: GGUFSettings) -> ModelConfig:
+    """The config that a GGUF file describes. Raises ValueError on a setting it does not know."""
+    return decoder_from_gguf(file, family="llama")
 
 
 weights = Layout(names=HF_NAMES)

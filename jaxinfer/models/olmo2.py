@@ -7,8 +7,9 @@ from typing import Any
 
 from jaxinfer.config import ModelConfig
 from jaxinfer.models.family import Family
+from jaxinfer.models.gguf import GGUFSettings, decoder_from_gguf
 from jaxinfer.models.huggingface import decoder_from_hf, decoder_to_hf, settings
-from jaxinfer.models.layout import HF_POST_NORM_NAMES, Layout
+from jaxinfer.models.layout import GGUF_NAMES, HF_POST_NORM_NAMES, Layout
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
@@ -36,10 +37,20 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     )
 
 
+def config_from_gguf(file: GGUFSettings) -> ModelConfig:
+    """The config that a GGUF file describes. Raises ValueError on a setting it does not know."""
+    return decoder_from_gguf(
+        file, family="olmo2", pre_norm=False, post_norm=True, qk_norm="projection"
+    )
+
+
 FAMILY = Family(
     name="olmo2",
     model_types=("olmo2",),
     config_from_hf=config_from_hf,
     config_to_hf=config_to_hf,
     weights=Layout(names=HF_POST_NORM_NAMES),
+    gguf_architectures=("olmo2",),
+    config_from_gguf=config_from_gguf,
+    gguf_weights=Layout(names=GGUF_NAMES),
 )

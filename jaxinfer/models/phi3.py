@@ -8,13 +8,19 @@ from typing import Any
 
 from jaxinfer.config import LayerKind, ModelConfig
 from jaxinfer.models.family import Family
+from jaxinfer.models.gguf import GGUFSettings, decoder_from_gguf
 from jaxinfer.models.huggingface import decoder_from_hf, decoder_to_hf, settings
-from jaxinfer.models.layout import HF_NAMES, Layout
+from jaxinfer.models.layout import GGUF_NAMES, HF_NAMES, Layout
 
 NAMES = replace(
     HF_NAMES,
     **dict.fromkeys(("query", "key", "value"), "self_attn.qkv_proj"),
     **dict.fromkeys(("gate", "up"), "mlp.gate_up_proj"),
+)
+GGUF_FUSED_NAMES = replace(
+    GGUF_NAMES,
+    **dict.fromkeys(("query", "key", "value"), "attn_qkv"),
+    **dict.fromkeys(("gate", "up"), "ffn_up"),
 )
 
 
@@ -42,10 +48,25 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     return decoder_to_hf(config, model_type="phi3", architecture="Phi3ForCausalLM", **own)
 
 
+def config_from_gguf(file: GGUFSettings) -> ModelConfig:
+    """The config that a GGUF file describes. Raises ValueError on a setting it does not know."""
+    window = file.fields.integer("attention.sliding_window")  # 0: none
+    return decoder_from_gguf(
+        file,
+        family="phi3",
+        names=GGUF_FUSED_NAMES,
+        partial_rope=True,
+        pattern=(LayerKind(window=window or None),),
+    )
+
+
 FAMILY = Family(
     name="phi3",
     model_types=("phi3",),
     config_from_hf=config_from_hf,
     config_to_hf=config_to_hf,
     weights=Layout(names=NAMES),
+    gguf_architectures=("phi3",),
+    config_from_gguf=config_from_gguf,
+    gguf_weights=Layout(names=GGUF_FUSED_NAMES),
 )

@@ -8,6 +8,7 @@ from typing import Any
 from jaxinfer.config import LayerKind, ModelConfig
 from jaxinfer.models.family import Family
 from jaxinfer.models.fields import Fields
+from jaxinfer.models.gguf import GGUFSettings, decoder_from_gguf
 from jaxinfer.models.huggingface import (
     decoder_from_hf,
     decoder_to_hf,
@@ -16,7 +17,7 @@ from jaxinfer.models.huggingface import (
     windows_from_hf,
     windows_to_hf,
 )
-from jaxinfer.models.layout import HF_NAMES, Layout
+from jaxinfer.models.layout import GGUF_NAMES, HF_NAMES, Layout
 
 DEFAULTS = {
     "num_key_value_heads": 32,
@@ -57,10 +58,18 @@ def pattern_to_hf(config: ModelConfig) -> dict[str, Any]:
     return {"use_sliding_window": any(config.windows), **windows_to_hf(config)}
 
 
+def config_from_gguf(file: GGUFSettings) -> ModelConfig:
+    """The config that a GGUF file describes. Raises ValueError on a setting it does not know."""
+    return decoder_from_gguf(file, family="qwen2")
+
+
 FAMILY = Family(
     name="qwen2",
     model_types=("qwen2",),
     config_from_hf=config_from_hf,
     config_to_hf=config_to_hf,
     weights=Layout(names=HF_NAMES),
+    gguf_architectures=("qwen2",),
+    config_from_gguf=config_from_gguf,
+    gguf_weights=Layout(names=GGUF_NAMES),
 )

@@ -7,8 +7,9 @@ from typing import Any
 
 from jaxinfer.config import ModelConfig
 from jaxinfer.models.family import Family
+from jaxinfer.models.gguf import GGUFSettings, decoder_from_gguf
 from jaxinfer.models.huggingface import decoder_from_hf, decoder_to_hf, settings
-from jaxinfer.models.layout import HF_NAMES, Layout
+from jaxinfer.models.layout import GGUF_NAMES, HF_NAMES, Layout
 from jaxinfer.models.qwen2 import DEFAULTS, pattern_from_hf, pattern_to_hf
 
 
@@ -37,10 +38,18 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     )
 
 
+def config_from_gguf(file: GGUFSettings) -> ModelConfig:
+    """The config that a GGUF file describes. Raises ValueError on a setting it does not know."""
+    return decoder_from_gguf(file, family="qwen3", qk_norm="head")
+
+
 FAMILY = Family(
     name="qwen3",
     model_types=("qwen3",),
     config_from_hf=config_from_hf,
     config_to_hf=config_to_hf,
     weights=Layout(names=HF_NAMES),
+    gguf_architectures=("qwen3",),
+    config_from_gguf=config_from_gguf,
+    gguf_weights=Layout(names=GGUF_NAMES),
 )

@@ -8,6 +8,7 @@ from typing import Any
 from jaxinfer.config import LayerKind, ModelConfig, require
 from jaxinfer.models.family import Family
 from jaxinfer.models.fields import Fields
+from jaxinfer.models.gguf import GGUFSettings, decoder_from_gguf
 from jaxinfer.models.huggingface import (
     decoder_from_hf,
     decoder_to_hf,
@@ -16,7 +17,7 @@ from jaxinfer.models.huggingface import (
     windows_from_hf,
     windows_to_hf,
 )
-from jaxinfer.models.layout import HF_NAMES, Layout
+from jaxinfer.models.layout import GGUF_NAMES, HF_NAMES, Layout
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
@@ -73,10 +74,21 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     )
 
 
+def config_from_gguf(file: GGUFSettings) -> ModelConfig:
+    """The config that a GGUF file describes. Raises ValueError on a setting it does not know."""
+    # Every fourth layer has no rotary embedding, which no key says.
+    turns = ((i + 1) % 4 != 0 for i in range(file.fields.integer("block_count")))
+    pattern = pattern_of(LayerKind(use_rope=turn) for turn in turns)
+    return decoder_from_gguf(file, family="smollm3", pattern=pattern)
+
+
 FAMILY = Family(
     name="smollm3",
     model_types=("smollm3",),
     config_from_hf=config_from_hf,
     config_to_hf=config_to_hf,
     weights=Layout(names=HF_NAMES),
+    gguf_architectures=("smollm3",),
+    config_from_gguf=config_from_gguf,
+    gguf_weights=Layout(names=GGUF_NAMES, interleaved=True),
 )

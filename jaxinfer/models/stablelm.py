@@ -7,9 +7,10 @@ from typing import Any
 
 from jaxinfer.config import ModelConfig
 from jaxinfer.models.family import Family
+from jaxinfer.models.gguf import GGUFSettings, decoder_from_gguf
 from jaxinfer.models.huggingface import decoder_from_hf, decoder_to_hf, settings
 from jaxinfer.models.huggingface_rope import partial_to_hf
-from jaxinfer.models.layout import HF_NAMES, Layout
+from jaxinfer.models.layout import GGUF_NAMES, HF_NAMES, Layout
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
@@ -49,10 +50,29 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     )
 
 
+def config_from_gguf(file: GGUFSettings) -> ModelConfig:
+    """The config that a GGUF file describes. Raises ValueError on a setting it does not know."""
+    # The tensors say it; converters set the flag of some whose config.json does not have it.
+    shared = "blk.0.ffn_norm.weight" not in file.tensor_names
+    return decoder_from_gguf(
+        file,
+        family="stablelm",
+        eps="attention.layer_norm_epsilon",
+        partial_rope=True,
+        harmless=("use_parallel_residual",),
+        norm="layer",
+        parallel_residual=shared,
+        shared_norm=shared,
+    )
+
+
 FAMILY = Family(
     name="stablelm",
     model_types=("stablelm",),
     config_from_hf=config_from_hf,
     config_to_hf=config_to_hf,
     weights=Layout(names=HF_NAMES),
+    gguf_architectures=("stablelm",),
+    config_from_gguf=config_from_gguf,
+    gguf_weights=Layout(names=GGUF_NAMES),
 )

@@ -4,7 +4,6 @@ import json
 import shutil
 from pathlib import Path
 
-import gguf
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -12,34 +11,9 @@ from safetensors.numpy import load_file, save_file
 from jaxinfer.config import ModelConfig, RopeConfig
 from jaxinfer.models.llama import config_to_hf, weights
 
+from . import llama_cpp
+
 TINY = Path(__file__).parents[1] / "data" / "tiny" / "llama"
-
-GGUF_MODULES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-
-
-def gguf_name(name):
-    for ours, theirs in GGUF_MODULES.items():
-        name = name.replace(ours, theirs)
-    return name.replace("model.layers.", "blk.")
-
-
-def permute(array, num_heads):
-    """Rows of each head from two halves to pairs, as converters to GGUF do for Llama."""
-    halves = array.reshape(num_heads, 2, -1, *array.shape[1:])
-    return halves.swapaxes(1, 2).reshape(array.shape)
 
 
 @pytest.fixture
@@ -108,37 +82,11 @@ def make_model(tmp_path):
 
 @pytest.fixture
 def write_gguf(tmp_path):
-    """Writes Hugging Face tensors as GGUF of architecture llama, with the gguf package's writer."""
+    """Writes a Llama's config and tensors, with the names of Hugging Face, as llama.cpp does."""
 
-    def write(config, tensors, quantise=None, extra=()):
-        path = tmp_path / "model.gguf"
-        writer = gguf.GGUFWriter(path, "llama")
-        writer.add_vocab_size(config.vocab_size)
-        writer.add_embedding_length(config.hidden_size)
-        writer.add_feed_forward_length(config.intermediate_size)
-        writer.add_block_count(config.num_layers)
-        writer.add_context_length(config.max_position)
-        writer.add_head_count(config.num_heads)
-        writer.add_head_count_kv(config.num_kv_heads)
-        writer.add_key_length(config.head_dim)
-        writer.add_value_length(config.head_dim)
-        writer.add_layer_norm_rms_eps(config.norm_eps)
-        writer.add_rope_freq_base(config.rope.theta)
-        writer.add_rope_dimension_count(config.head_dim)
-        writer.add_token_list([f"token {i}".encode() for i in range(config.vocab_size)])
-        heads = {".q_proj.": config.num_heads, ".k_proj.": config.num_kv_heads}
-        for name, original in [*tensors.items(), *extra]:
-            count = next((count for module, count in heads.items() if module in name), None)
-            array = original if count is None else permute(original, count)
-            if quantise is not None and array.ndim == 2:
-                data = gguf.quantize(array, quantise)
-                writer.add_tensor(gguf_name(name), data, raw_dtype=quantise)
-            else:
-                writer.add_tensor(gguf_name(name), array)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
-        return path
+    def write(config, tensors, **options):
+        return llama_cpp.write_gguf(
+            tmp_path / "model.gguf", config_to_hf(config), tensors, **options
+        )
 
     return write

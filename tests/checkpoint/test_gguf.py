@@ -166,12 +166,12 @@ def test_missing_extra_and_misshapen_tensors(make_model, write_gguf):
     _, config, tensors = make_model(8)
     del tensors["model.layers.1.mlp.up_proj.weight"]
     tensors["model.norm.weight"] = np.ones(33, np.float32)
-    path = write_gguf(config, tensors, extra=[("rope_factors_long.weight", np.ones(4, np.float32))])
+    path = write_gguf(config, tensors, extra=[("blk.0.attn_q_norm.weight", np.ones(8, np.float32))])
     with pytest.raises(ValueError) as error:
         open_checkpoint(path)
     assert "missing blk.1.ffn_up.weight" in str(error.value)
     assert "output_norm.weight has shape [33] and needs [32]" in str(error.value)
-    assert "unexpected rope_factors_long.weight" in str(error.value)
+    assert "unexpected blk.0.attn_q_norm.weight" in str(error.value)
 
 
 def test_rotary_divisors_become_part_of_the_config(make_model, write_gguf):

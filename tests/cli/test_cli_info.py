@@ -1,12 +1,17 @@
 """`jaxinfer info`: published sizes, and what fits beside the weights."""
 
 import argparse
+import json
 
 import pytest
+from safetensors.numpy import load_file
 
 from jaxinfer.cli import main
 from jaxinfer.cli.info import fits, format_bytes, machine_memory, parse_memory
 from jaxinfer.models import NAMED_SHAPES, num_parameters
+
+from ..checkpoint.llama_cpp import write_gguf
+from ..conftest import TINY
 
 
 @pytest.mark.parametrize(
@@ -65,6 +70,20 @@ def test_default_memory_is_that_of_this_machine(capsys):
     assert main(["info", "smollm2-135m"]) == 0
     assert f"fits in {format_bytes(machine_memory())}" in capsys.readouterr().out
     assert machine_memory() > 2**28
+
+
+def test_info_of_a_gguf_file(tmp_path, capsys):
+    folder = TINY / "phi3_partial"
+    settings = json.loads((folder / "config.json").read_text())
+    tensors = load_file(folder / "model.safetensors")
+    path = write_gguf(tmp_path / "model.gguf", settings, tensors)
+    assert main(["info", str(path), "--memory", "1MiB"]) == 0
+    out = capsys.readouterr().out
+    lines = {line.split()[0]: line.split(maxsplit=1)[1:] for line in out.splitlines() if line}
+    assert (lines["architecture"], lines["layers"]) == (["phi3"], ["2"])
+    assert lines["heads"] == ["4 query, 2 key-value, 16 dimensions each"]
+    count = sum(array.size for array in tensors.values())
+    assert lines["parameters"][0].startswith(f"{count:,} (embedding and head share")
 
 
 def test_a_model_that_is_nowhere_is_an_error_that_names_it(capsys):

@@ -4,7 +4,9 @@ import pytest
 
 from jaxinfer.config import ModelConfig, RopeConfig
 from jaxinfer.models import family_of, family_of_gguf, family_of_hf, named_shape
-from jaxinfer.models.llama import config_from_gguf, config_from_hf, config_to_hf
+from jaxinfer.models.gguf import GGUFSettings
+from jaxinfer.models.llama import config_from_gguf as read_gguf
+from jaxinfer.models.llama import config_from_hf, config_to_hf
 
 HF = {
     "model_type": "llama",
@@ -42,6 +44,10 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+
+
+def config_from_gguf(metadata, tensor_names=(), rope_tensors=None):
+    return read_gguf(GGUFSettings(metadata, tensor_names, rope_tensors or {}))
 
 
 def test_smollm2_from_both_files_is_the_named_shape():
@@ -234,7 +240,7 @@ def test_unknown_architecture_lists_the_known():
 
 
 def test_gguf_facts_that_tensors_tell():
-    names = {"token_embd.weight", "output.weight", "blk.0.attn_q.bias", "blk.0.ffn_gate.bias"}
+    names = {"token_embd.weight", "output.weight", "blk.0.attn_q.bias", "blk.0.ffn_up.bias"}
     config = config_from_gguf(GGUF, names)
     assert not config.tie_embeddings
     assert (config.qkv_bias, config.out_bias, config.mlp_bias) == (True, False, True)
@@ -247,23 +253,24 @@ def test_gguf_facts_that_tensors_tell():
 def test_gguf_rope_kinds():
     linear = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
     rope = RopeConfig(kind="linear", theta=100000.0, dim=64, factor=4.0)
-    assert config_from_gguf(GGUF | linear, ()).rope == rope
-    assert config_from_gguf(GGUF | {"llama.rope.scale_linear": 4.0}, ()).rope == rope
+    assert config_from_gguf(GGUF | linear).rope == rope
+    assert config_from_gguf(GGUF | {"llama.rope.scale_linear": 4.0}).rope == rope
     yarn = {
         "llama.rope.scaling.type": "yarn",
         "llama.rope.scaling.factor": 2.0,
         "llama.rope.scaling.original_context_length": 4096,
         "llama.rope.scaling.finetuned": True,
     }
-    assert config_from_gguf(GGUF | yarn, ()).rope == RopeConfig(
+    assert config_from_gguf(GGUF | yarn).rope == RopeConfig(
         kind="yarn", theta=100000.0, dim=64, factor=2.0, original_max_position=4096
     )
     divisors = [1.0 + i for i in range(32)]
-    rope = config_from_gguf(GGUF, (), divisors).rope
+    tensors = {"rope_freqs.weight": divisors}
+    rope = config_from_gguf(GGUF, rope_tensors=tensors).rope
     assert rope.kind == "longrope" and rope.attention_factor == 1.0
     assert rope.short_factor == rope.long_factor == tuple(divisors)
     with pytest.raises(ValueError, match=r"rope_freqs.weight and rope.scaling.type='linear'"):
-        config_from_gguf(GGUF | linear, (), divisors)
+        config_from_gguf(GGUF | linear, rope_tensors=tensors)
 
 
 @pytest.mark.parametrize(
@@ -283,4 +290,4 @@ def test_gguf_rope_kinds():
 )
 def test_gguf_settings_are_refused_by_name(change, message):
     with pytest.raises(ValueError, match=message):
-        config_from_gguf(GGUF | change, ())
+        config_from_gguf(GGUF | change)

@@ -37,17 +37,16 @@ FLAGS = [
 ]
 
 
+SMALL = [
+    read(name, **{"num_hidden_layers": 2, "head_dim": 8, **settings}) for name, settings in VARIANTS
+]
+
 # Leaves of every family with the names of Hugging Face, and of those that have them, of GGUF.
 MAPS = [
     *((weights, make_config(**flags)) for flags in FLAGS),
     *((gguf_weights, make_config(**flags)) for flags in FLAGS),
-    *(
-        (family_of(config).weights, config)
-        for config in (
-            read(name, **{"num_hidden_layers": 2, "head_dim": 8, **settings})
-            for name, settings in VARIANTS
-        )
-    ),
+    *((family_of(config).weights, config) for config in SMALL),
+    *((leaves, config) for config in SMALL if (leaves := family_of(config).gguf_weights)),
 ]
 every_map = pytest.mark.parametrize(
     ("leaves_of", "config"), MAPS, ids=[config.family for _, config in MAPS]
@@ -179,6 +178,16 @@ def test_gguf_permutes_queries_and_keys_only():
     parts = {part.name: part for leaf in gguf_weights(make_config()) for part in leaf.parts}
     permuted = {name for name, part in parts.items() if part.interleaved_axis is not None}
     assert permuted == {f"blk.{i}.attn_{x}.weight" for i in range(2) for x in "qk"}
+
+
+def test_gguf_permutes_in_some_families():
+    permuting = {
+        config.family
+        for config in SMALL
+        if (leaves := family_of(config).gguf_weights)
+        and any(part.interleaved_axis is not None for leaf in leaves(config) for part in leaf.parts)
+    }
+    assert permuting == {"llama", "granite", "smollm3"}
 
 
 def test_unflatten_makes_tuples_of_numbered_levels():
