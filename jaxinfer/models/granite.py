@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxinfer.config import LayerKind, ModelConfig
+from jaxinfer.config import ModelConfig
 from jaxinfer.models.family import Family
 from jaxinfer.models.gguf import GGUFSettings, decoder_from_gguf
 from jaxinfer.models.huggingface import decoder_from_hf, decoder_to_hf, preimage, settings
@@ -51,11 +51,11 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
 def config_from_gguf(file: GGUFSettings) -> ModelConfig:
     """The config that a GGUF file describes. Raises ValueError on a setting it does not know."""
     fields = file.fields
-    # Of each multiplier 0 says that there is none.
+    # Of Granite this says whether anything rotates; of multipliers 0 says that there is none.
+    fields.expect(**{"rope.scaling.finetuned": True})
     return decoder_from_gguf(
         file,
         family="granite",
-        pattern=(LayerKind(use_rope=fields.flag("rope.scaling.finetuned", True)),),
         attention_scale=fields.number("attention.scale", 0.0) or None,
         embedding_scale=fields.number("embedding_scale", 0.0) or 1.0,
         residual_scale=fields.number("residual_scale", 0.0) or 1.0,

@@ -9,7 +9,7 @@ import pytest
 from gguf import GGMLQuantizationType as Kind
 from safetensors.numpy import load_file, save_file
 
-from jaxinfer.checkpoint import load_params, open_checkpoint
+from jaxinfer.checkpoint import load_params, open_checkpoint, save_huggingface
 from jaxinfer.checkpoint.gguf import GGUFReader
 from jaxinfer.compute import Decoder
 from jaxinfer.models import FAMILIES, family_of_hf
@@ -93,6 +93,17 @@ def test_logits_equal_those_of_the_folder(name, tmp_path):
     )
     np.testing.assert_allclose(actual, expected, atol=1e-5, rtol=0)
     assert np.ptp(expected) > 0.5
+
+
+@pytest.mark.parametrize("name", TINY_NAMES)
+def test_what_was_read_can_be_saved_as_a_folder(name, tmp_path):
+    tensors = load_file(TINY / name / "model.safetensors")
+    gguf = open_checkpoint(write_gguf(tmp_path / "x.gguf", tiny_settings(name), tensors))
+    params = params_of(gguf)
+    save_huggingface(tmp_path / "saved", gguf.config, params)
+    saved = open_checkpoint(tmp_path / "saved")
+    assert saved.config == gguf.config
+    assert_same_params(params_of(saved), params, atol=0)
 
 
 def test_each_family_is_there():

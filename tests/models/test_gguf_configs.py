@@ -210,8 +210,7 @@ def test_granite():
     assert (config.residual_scale, config.logits_scale) == (0.22, 1 / 13)
     bare = read("granite", residual_scale=0.0, embedding_scale=0.0, attention__scale=0.0)
     assert (bare.attention_scale, bare.embedding_scale, bare.residual_scale) == (None, 1.0, 1.0)
-    assert bare.pattern == (LayerKind(),)
-    assert read("granite", rope__scaling__finetuned=False).ropes == (None,)
+    assert bare == read("granite", rope__scaling__finetuned=True)
 
 
 def test_layer_norms_and_parallel_residuals():
@@ -283,6 +282,7 @@ def test_rope_scaling():
             "use_parallel_residual='yes' must be true or",
         ),
         ("granite", {"logit_scale": None}, "lacks logit_scale"),
+        ("granite", {"rope__scaling__finetuned": False}, "rope.scaling.finetuned=False is not"),
         ("granite", {"embedding_scale": "big"}, "embedding_scale='big' must be a number"),
         ("phi3", {"attention__sliding_window": None}, "lacks attention.sliding_window"),
         ("stablelm", {"attention__layer_norm_epsilon": None}, "lacks attention.layer_norm_epsilon"),
