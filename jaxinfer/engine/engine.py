@@ -6,17 +6,16 @@ import dataclasses
 import itertools
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-
-import numpy as np
+from typing import TypeVar
 
 from jaxinfer.compute.decoder import Decoder, Params
 from jaxinfer.compute.logits import LogitsHook
-from jaxinfer.compute.sampling_state import fresh_seed
 from jaxinfer.compute.types import DecodeState, Logprobs, StepOutput
 from jaxinfer.config import EngineConfig, require
 from jaxinfer.engine.batching import (
+    copy_batch,
     decode_batch,
     num_scored,
     prefill_batch,
@@ -27,8 +26,11 @@ from jaxinfer.engine.batching import (
 from jaxinfer.engine.executor import Executor
 from jaxinfer.engine.logprobs import token_logprobs
 from jaxinfer.engine.programs import Progress
+from jaxinfer.engine.requests import make_requests
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.sched import Chunk, Request, Scheduler, StepPlan, TokenLogprobs
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -47,13 +49,12 @@ class TokenOutput:
 
 @dataclass(frozen=True)
 class _Underway:
-    """What the device is computing: the tokens of `requests`, a row each, and scores of chunks.
-
-    A chunk that is scored comes with the index of its first hidden state.
+    """What the device is computing: outputs, each with the requests of its rows, and scores of
+    chunks, each with the index of its first hidden state.
     """
 
-    output: StepOutput | None
-    requests: tuple[Request, ...]
+    outputs: tuple[StepOutput, ...]
+    requests: tuple[tuple[Request, ...], ...]
     scores: tuple[Logprobs, ...] = ()
     scored: tuple[tuple[int, Chunk], ...] = ()
 
@@ -134,25 +135,41 @@ class Engine:
 
         Raises ValueError at once, and nothing else changes, if it can never run: a token id that
         the model does not have, an empty prompt, more tokens than `max_model_len` or than the whole
-        cache, more log-probabilities than `max_logprobs`.
+        cache, more log-probabilities than `max_logprobs`; or if `params.n` is not 1.
+        """
+        require(
+            params.n == 1,
+            f"SamplingParams.n={params.n} asks for several requests. Use add_samples.",
+        )
+        return self.add_samples(prompt_ids, params, request_id=request_id)[0]
+
+    def add_samples(
+        self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str | None = None
+    ) -> tuple[Request, ...]:
+        """The `params.n` requests of one prompt, which the first computes for all of them.
+
+        Each draws by its own sample index, and ends or is cancelled by itself. They are named
+        `request_id`, `request_id.1` and so on; the first alone has prompt log-probabilities. Raises
+        as `add_request` does.
         """
         free_names = (name for name in map(str, self._ids) if name not in self._requests)
-        name = next(free_names) if request_id is None else request_id
-        prompt = self._checked_prompt(name, prompt_ids)
-        params.check(self.num_valid_ids, self.eos_ids)
-        self._check_logprobs(name, params)
-        request = Request(
-            id=name,
-            prompt_ids=prompt,
-            params=params,
-            seed=fresh_seed() if params.seed is None else params.seed,
-            stop_ids=frozenset(params.stop_ids(self.eos_ids)),
+        samples = make_requests(
+            next(free_names) if request_id is None else request_id,
+            prompt_ids,
+            params,
+            num_valid_ids=self.num_valid_ids,
+            eos_ids=self.eos_ids,
+            max_logprobs=self.config.max_logprobs,
         )
-        if params.prompt_logprobs is not None:
-            request.prompt_logprobs.append(None)  # nothing comes before the first token
-        self.scheduler.add(request, time.perf_counter())
-        self._requests[name] = request
-        return request
+        taken = [request.id for request in samples if request.id in self._requests]
+        require(
+            not taken,
+            f"A request {', '.join(taken)} was added before. Give each an id of its own.",
+        )
+        for request in samples:
+            self.scheduler.add(request, time.perf_counter())
+            self._requests[request.id] = request
+        return samples
 
     def cancel(self, request_id: str) -> None:
         """Returns None; the request, if not over, ends as "cancelled"; its pages are free."""
@@ -216,7 +233,7 @@ class Engine:
             rows_B = decode_batch(rows, executor.decode_sizes, executor.num_rows)
             requests = tuple(request for _, request in plan.decode)
             output = _only_asked(executor.decode(rows_B, plan.num_steps), requests)
-            self._underway.append(_Underway(output, requests))
+            self._underway.append(_Underway((output,), (requests,)))
 
     def _prefill(self, plan: StepPlan, shape: tuple[int, int]) -> None:
         """Dispatches the prefill call, the scores of its chunks and the first tokens after it."""
@@ -227,25 +244,28 @@ class Engine:
             executor.score(x_ND, score_batch(chunk, index, self.config.max_model_len))
             for index, chunk in scored
         )
-        requests = tuple(request for _, request in plan.starts)
-        output = None
-        if requests:
-            sizes = dict(num_starts=executor.num_starts, num_rows=executor.num_rows)
-            batch = start_batch(chunks, plan.starts, shape, **sizes)
-            output = _only_asked(executor.start(x_ND, batch), requests)
-        if requests or scored:
-            self._underway.append(_Underway(output, requests, scores, scored))
+        sizes = dict(num_starts=executor.num_starts, num_rows=executor.num_rows)
+        outputs, requests = [], []
+        for starts in _batches(plan.starts, executor.num_starts):
+            requests.append(tuple(request for _, request in starts))
+            output = executor.start(x_ND, start_batch(chunks, starts, shape, **sizes))
+            outputs.append(_only_asked(output, requests[-1]))
+        if outputs or scored:
+            self._underway.append(_Underway(tuple(outputs), tuple(requests), scores, scored))
+        for copies in _batches(plan.copies, executor.num_starts):
+            num_pages = self.config.cache.num_pages
+            executor.copy_pages(*copy_batch(copies, executor.num_starts, num_pages))
 
     def _read(self) -> None:
         """Makes the outputs of the oldest work under way ready; interrupted, it loses nothing."""
         first = self._underway[0]
-        output, scores = self._executor.fetch((first.output, first.scores))
+        outputs, scores = self._executor.fetch((first.outputs, first.scores))
         underway = self._underway.popleft()
         for (index, chunk), found in zip(underway.scored, scores, strict=True):
             if chunk.request.finish_reason is None:
                 _take_scores(chunk, index, found)
-        if output is not None:
-            self._take_tokens(underway.requests, output)
+        for requests, output in zip(underway.requests, outputs, strict=True):
+            self._take_tokens(requests, output)
 
     def _take_tokens(self, requests: Sequence[Request], output: StepOutput) -> None:
         """Makes the tokens ready that a step has produced for `requests`, a row each."""
@@ -273,29 +293,10 @@ class Engine:
             eos_ids=self.eos_ids,
         )
 
-    def _check_logprobs(self, name: str, params: SamplingParams) -> None:
-        most = self.config.max_logprobs
-        for field in ("logprobs", "prompt_logprobs"):
-            count = getattr(params, field)
-            require(
-                count is None or count <= most,
-                f"Request {name!r} asks for {field}={count}, more than max_logprobs={most}. "
-                "Ask for fewer or raise max_logprobs.",
-            )
 
-    def _checked_prompt(self, name: str, prompt_ids: Sequence[int]) -> tuple[int, ...]:
-        ids = np.asarray(prompt_ids)
-        require(
-            ids.ndim == 1 and (ids.size == 0 or np.issubdtype(ids.dtype, np.integer)),
-            f"Request {name!r} has a prompt that is not a list of integer token ids.",
-        )
-        bad = ids[(ids < 0) | (ids >= self.num_valid_ids)]
-        require(
-            bad.size == 0,
-            f"Request {name!r} holds token id {bad[0] if bad.size else 0}; "
-            f"the model has ids 0..{self.num_valid_ids - 1}.",
-        )
-        return tuple(ids.tolist())
+def _batches(items: tuple[T, ...], size: int) -> Iterator[tuple[T, ...]]:
+    """The items in order, `size` or fewer at a time."""
+    return (items[start : start + size] for start in range(0, len(items), size))
 
 
 def _only_asked(output: StepOutput, requests: Sequence[Request]) -> StepOutput:
