@@ -117,8 +117,8 @@ class LLM:
         """Returns None; every request under way is cancelled. Device memory goes with the last
         reference.
         """
-        for request_id in list(self._answers):
-            self._cancel(request_id)
+        for answer in list(self._answers.values()):
+            self._cancel(answer)
 
     def generate(
         self,
@@ -209,7 +209,7 @@ class LLM:
             return [answer.snapshot() for answer in answers]
         finally:
             for answer in answers:
-                self._cancel(answer.request.id)
+                self._cancel(answer)
 
     def _encode(self, prompt: Prompt) -> list[int]:
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
@@ -221,10 +221,10 @@ class LLM:
         self, ids: Sequence[int], prompt: Prompt | None, params: SamplingParams | None
     ) -> Answer:
         params = self._with_word_ids(params or SamplingParams())
-        request = self._engine.add_request(ids, params)
+        requests = self._engine.add_samples(ids, params)
         text = prompt if isinstance(prompt, str) else None
-        answer = Answer(request, text, self.tokenizer)
-        self._answers[request.id] = answer
+        answer = Answer(requests, text, self.tokenizer)
+        self._answers.update((request.id, answer) for request in requests)
         return answer
 
     def _with_word_ids(self, params: SamplingParams) -> SamplingParams:
@@ -247,13 +247,13 @@ class LLM:
             num_output = answer.take(output)
             if num_output is not None:
                 self._engine.stop(output.request, num_output)
-            if answer.is_over:
+            if output.request.finish_reason is not None:
                 del self._answers[output.request.id]
 
-    def _cancel(self, request_id: str) -> None:
-        answer = self._answers.pop(request_id, None)
-        if answer is not None:
-            self._engine.cancel(request_id)
+    def _cancel(self, answer: Answer) -> None:
+        for request in answer.requests:
+            if self._answers.pop(request.id, None) is not None:
+                self._engine.cancel(request.id)
 
     def _reporter(self, what: str) -> Callable[[int, int], None] | None:
         report = self._progress
@@ -278,7 +278,7 @@ class RequestStream(Iterator[RequestOutput]):
 
     def close(self) -> None:
         """Returns None; the request is over, its pages are free."""
-        self._llm._cancel(self._answer.request.id)
+        self._llm._cancel(self._answer)
         self._answer.has_news = False
 
     def __del__(self):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxinfer.sched import Request, TokenLogprobs
@@ -13,9 +14,9 @@ class RequestMetrics:
 
     Attributes:
         queue_s: from arrival until it was first scheduled.
-        ttft_s: time to first token, from arrival until the host had it.
-        tpot_s: time per output token after the first.
-        total_s: from arrival until the last token so far.
+        ttft_s: time to first token of the first sample, from arrival until the host had it.
+        tpot_s: time per output token after the first; of several samples the mean.
+        total_s: from arrival until the last token of all so far.
     """
 
     queue_s: float | None
@@ -24,20 +25,26 @@ class RequestMetrics:
     total_s: float | None
 
     @classmethod
-    def of(cls, request: Request) -> RequestMetrics:
-        """Those of `request` so far."""
-        times, num_output = request.times, len(request.output_ids)
-
-        def since(start: float | None, end: float | None) -> float | None:
-            return None if start is None or end is None else end - start
-
-        decoding = since(times.first_token, times.last_token)
+    def of(cls, samples: Sequence[Request]) -> RequestMetrics:
+        """Those of the requests of one prompt so far."""
+        first, tpots = samples[0].times, [tpot for tpot in map(_tpot_s, samples) if tpot]
+        ends = [request.times.last_token for request in samples]
         return cls(
-            queue_s=since(times.arrival, times.first_scheduled),
-            ttft_s=since(times.arrival, times.first_token),
-            tpot_s=decoding / (num_output - 1) if decoding and num_output > 1 else None,
-            total_s=since(times.arrival, times.last_token),
+            queue_s=_since(first.arrival, first.first_scheduled),
+            ttft_s=_since(first.arrival, first.first_token),
+            tpot_s=sum(tpots) / len(tpots) if tpots else None,
+            total_s=_since(first.arrival, max((end for end in ends if end), default=None)),
         )
+
+
+def _since(start: float | None, end: float | None) -> float | None:
+    return None if start is None or end is None else end - start
+
+
+def _tpot_s(request: Request) -> float | None:
+    decoding = _since(request.times.first_token, request.times.last_token)
+    num_steps = len(request.output_ids) - 1
+    return decoding / num_steps if decoding and num_steps > 0 else None
 
 
 @dataclass(frozen=True)
@@ -67,7 +74,7 @@ class RequestOutput:
         prompt: the text that was asked, None if token ids were.
         seed: with the same prompt and parameters it repeats the draws.
         cached_tokens: prompt tokens whose keys and values were not computed anew.
-        outputs: one per sample.
+        outputs: one per sample, `SamplingParams.n` of them.
         prompt_logprobs: one for each of `prompt_token_ids`, None for the first; None if not asked
             for.
     """
