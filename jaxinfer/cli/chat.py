@@ -17,6 +17,7 @@ from jaxinfer.cli.options import (
     engine_keywords,
     parse_setting,
     refuse_logprobs,
+    refuse_samples,
     sampling_params,
 )
 from jaxinfer.cli.progress import progress_bars
@@ -72,10 +73,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_sampling_options(parser, max_tokens=1024)
 
 
+def refuse_unseen(params: SamplingParams) -> None:
+    """Raises UsageError if `params` ask for what a conversation does not show."""
+    refuse_logprobs(params)
+    refuse_samples(params, "a conversation")
+
+
 def run(args: argparse.Namespace) -> int:
     """0, once the user has left."""
     params = sampling_params(args)
-    refuse_logprobs(params)
+    refuse_unseen(params)
     conversation = Conversation(args.system, params)
     # One row decodes: a cache for more would be memory for nothing.
     keywords = {"max_num_seqs": 1, **engine_keywords(args)}
@@ -137,7 +144,7 @@ def obey(conversation: Conversation, line: str) -> str:
         if rest:
             name, value = parse_setting(rest)
             params = dataclasses.replace(conversation.params, **{name: value})
-            refuse_logprobs(params)
+            refuse_unseen(params)
             conversation.params = params
         return "\n".join(
             f"{option.name}={getattr(conversation.params, option.name)}"

@@ -19,6 +19,7 @@ from jaxinfer.cli.options import (
     add_sampling_options,
     engine_keywords,
     refuse_logprobs,
+    refuse_samples,
     sampling_params,
 )
 from jaxinfer.cli.progress import progress_bars
@@ -37,6 +38,7 @@ examples:
   jaxinfer generate --model smollm2-135m --chat --temperature 0 "Why is the sky blue?"
   jaxinfer generate --model smollm2-135m --file prompts.txt --json > answers.jsonl
   jaxinfer generate --model smollm2-135m --json --logprobs 5 "The capital of France is"
+  jaxinfer generate --model smollm2-135m --n 4 "Once upon a time"
   cat letter.txt | jaxinfer generate --model smollm2-135m --max-tokens 64
 """
 
@@ -69,8 +71,8 @@ def run(args: argparse.Namespace) -> int:
     if args.system is not None and not args.chat:
         raise UsageError("--system needs --chat: a plain prompt has no system message.")
     prompts = read_prompts(args)
-    streaming = wants_stream(args, len(prompts))
-    if len(prompts) == 1:  # a row more would cost time at every step
+    streaming = wants_stream(args, len(prompts), params)
+    if len(prompts) * params.n == 1:  # a row more would cost time at every step
         keywords = {"max_num_seqs": 1, **keywords}
     from jaxinfer import LLM  # noqa: PLC0415  (imports jax)
 
@@ -102,7 +104,7 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
     return prompts
 
 
-def wants_stream(args: argparse.Namespace, num_prompts: int) -> bool:
+def wants_stream(args: argparse.Namespace, num_prompts: int, params: SamplingParams) -> bool:
     """Whether the text is printed as it comes."""
     if args.stream and args.json:
         raise UsageError(
@@ -110,8 +112,10 @@ def wants_stream(args: argparse.Namespace, num_prompts: int) -> bool:
         )
     if args.stream and num_prompts > 1:
         raise UsageError(f"--stream prints one answer, and {num_prompts} prompts are given.")
+    if args.stream:
+        refuse_samples(params, "--stream")
     if args.stream is None:
-        return num_prompts == 1 and not args.json and sys.stdout.isatty()
+        return num_prompts * params.n == 1 and not args.json and sys.stdout.isatty()
     return args.stream
 
 
@@ -145,24 +149,27 @@ def generate_all(
     else:
         outputs = llm.generate(prompts, params)
     seconds = time.perf_counter() - start
-    for index, (prompt, output) in enumerate(zip(prompts, outputs)):
-        if args.json:
-            print(json.dumps(record(prompt, output), ensure_ascii=False))
-        elif len(prompts) == 1:
-            print(output.outputs[0].text)
-        else:
-            print(f"[{index + 1}] {prompt}\n{output.outputs[0].text}\n")
+    for number, (prompt, output) in enumerate(zip(prompts, outputs), 1):
+        for sample, answer in enumerate(output.outputs):
+            if args.json:
+                print(json.dumps(record(prompt, output, sample), ensure_ascii=False))
+            elif len(prompts) * params.n == 1:
+                print(answer.text)
+            else:
+                label = f"{number}.{sample + 1}" if params.n > 1 else number
+                print(f"[{label}] {prompt}\n{answer.text}\n")
     print(closing_line(outputs, seconds, params), file=sys.stderr)
     return exit_code(outputs)
 
 
-def record(prompt: str, output: RequestOutput) -> dict[str, object]:
+def record(prompt: str, output: RequestOutput, sample: int) -> dict[str, object]:
     """The JSON object of one answer: ids, text, why it ended, what repeats it, how fast it was;
     log-probabilities if asked for.
     """
-    answer = output.outputs[0]
+    answer = output.outputs[sample]
     fields = {
         "prompt": prompt,
+        "sample": sample,
         "num_prompt_tokens": len(output.prompt_token_ids),
         "cached_tokens": output.cached_tokens,
         "token_ids": list(answer.token_ids),
@@ -198,4 +205,5 @@ def closing_line(outputs: list[RequestOutput], seconds: float, params: SamplingP
 
 def exit_code(outputs: list[RequestOutput]) -> int:
     """1 if a request ended in an error, else 0."""
-    return int(any(output.outputs[0].finish_reason == "error" for output in outputs))
+    answers = (answer for output in outputs for answer in output.outputs)
+    return int(any(answer.finish_reason == "error" for answer in answers))

@@ -117,6 +117,7 @@ SAMPLING_OPTIONS = (
     Option("stop_token_ids", parse_ids, "end the answer at these too", "ID,...", repeats=True),
     Option("ignore_eos", None, "go on past the model's own end of text"),
     Option("seed", int, "makes sampling repeatable (default: a fresh one, reported)"),
+    Option("n", int, "answers to each prompt, each drawn by itself"),
     Option("logprobs", int, "log-probabilities of each token and the N most likely; with --json"),
     Option("prompt_logprobs", int, "the same of each token of the prompt; with --json"),
     Option(
@@ -192,6 +193,12 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
         return SamplingParams(**given(args, SAMPLING_OPTIONS))
     except (TypeError, ValueError) as error:
         raise UsageError(str(error)) from error
+
+
+def refuse_samples(params: SamplingParams, where: str) -> None:
+    """Raises UsageError if `params` ask for several answers; `where` they would not be seen."""
+    if params.n > 1:
+        raise UsageError(f"--n {params.n} asks for several answers; {where} shows one.")
 
 
 def refuse_logprobs(params: SamplingParams) -> None:

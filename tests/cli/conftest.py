@@ -67,6 +67,7 @@ class FakeLLM:
         self.calls.append(("generate", prompts, params))
         outputs = [list(self._echo(prompt))[-1] for prompt in prompts]
         for output in outputs:
+            output.outputs *= params.n
             if params.logprobs is not None:
                 output.outputs[0].logprobs = LOGPROBS[1:]
             if params.prompt_logprobs is not None:

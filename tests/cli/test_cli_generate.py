@@ -61,6 +61,7 @@ def test_file_has_a_prompt_per_line_and_json_an_object(llms, tmp_path, capsys):
     first, second = map(json.loads, capsys.readouterr().out.splitlines())
     assert first == {
         "prompt": "erster Satz",
+        "sample": 0,
         "num_prompt_tokens": 2,
         "cached_tokens": 0,
         "token_ids": [0, 1],
@@ -97,6 +98,15 @@ def test_many_prompts_are_numbered(llms, tmp_path, capsys):
     assert llms[0].calls[0] == ("LLM", "m", {"compile_ahead": True})
 
 
+def test_samples_are_numbered_behind_their_prompt(llms, capsys):
+    assert generate("--n", "2", "a b") == 0
+    assert capsys.readouterr().out == "[1.1] a b\na b\n\n[1.2] a b\na b\n\n"
+    assert llms[0].calls[0] == ("LLM", "m", {"compile_ahead": True})
+    assert generate("--n", "2", "--json", "a b") == 0
+    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [record["sample"] for record in records] == [0, 1]
+
+
 @pytest.mark.parametrize(
     ("argv", "prompts"), [((), ["two\nlines"]), (("--file", "-"), ["two", "lines"])]
 )
@@ -121,6 +131,7 @@ def test_a_request_that_failed_is_exit_code_1(llms, capsys):
         (("--temperature", "-1", "hi"), "SamplingParams.temperature=-1"),
         (("--logprobs", "3", "hi"), "--logprobs needs --json"),
         (("--prompt-logprobs", "0", "hi"), "--prompt-logprobs needs --json"),
+        (("--stream", "--n", "2", "hi"), "--n 2 asks for several answers; --stream shows one"),
         (("--json", "--logprobs", "-1", "hi"), "SamplingParams.logprobs=-1"),
     ],
 )

@@ -21,9 +21,6 @@ from jaxinfer.config import EngineConfig
 from jaxinfer.engine import outputs
 from jaxinfer.sampling_params import SamplingParams
 
-# Fields that a request is refused for so far, so no option offers them.
-RESERVED = {"n"}
-
 
 def parse(*argv: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
@@ -32,9 +29,9 @@ def parse(*argv: str) -> argparse.Namespace:
     return parser.parse_args(["--model", "m", *argv])
 
 
-def test_every_sampling_field_has_an_option_or_is_reserved():
+def test_every_sampling_field_has_an_option():
     fields = {field.name for field in dataclasses.fields(SamplingParams)}
-    assert {option.name for option in SAMPLING_OPTIONS} == fields - RESERVED
+    assert {option.name for option in SAMPLING_OPTIONS} == fields
 
 
 def test_engine_options_are_keywords_of_the_model_with_the_defaults_that_help_shows():
