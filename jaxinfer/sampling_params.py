@@ -29,6 +29,7 @@ RANGES = {
 # (least, most) of each integer.
 INT_RANGES = {
     "top_k": (-1, None),
+    "n": (1, None),
     "max_tokens": (1, None),
     "min_tokens": (0, None),
     "seed": (-(2**63), 2**63 - 1),
@@ -71,7 +72,7 @@ class SamplingParams:
         prompt_logprobs: the same of each prompt token but the first, given those before it.
         logprobs_mode: "raw": log-softmax of the model's own float32 logits; "processed": of the
             distribution that is sampled from, after all of the above.
-        n: reserved (refused so far unless 1).
+        n: samples of the prompt, which is computed once for all of them.
     """
 
     temperature: float = 1.0
@@ -96,7 +97,6 @@ class SamplingParams:
     logprobs_mode: str = "raw"
 
     def __post_init__(self):
-        self._refuse_reserved()
         for name, (low, high, meaning) in RANGES.items():
             value = _number(f"SamplingParams.{name}", getattr(self, name))
             require(
@@ -135,15 +135,6 @@ class SamplingParams:
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
-
-    def _refuse_reserved(self) -> None:
-        defaults = {"n": 1}
-        for name, default in defaults.items():
-            value = getattr(self, name)
-            require(
-                value == default and not isinstance(value, bool),
-                f"SamplingParams.{name}={value!r} is not supported yet. Leave it at {default!r}.",
-            )
 
     def replace(self, **changes: Any) -> SamplingParams:
         """A copy with `changes`, validated."""

@@ -38,7 +38,7 @@ NAN, INF = float("nan"), float("inf")
         ("bad_words", [[1] * (MAX_BAD_WORD_TOKENS + 1)]),
         ("stop_token_ids", [-1]), ("stop_token_ids", list(range(MAX_STOP_IDS + 1))),
         ("stop_token_ids", "5"), ("ignore_eos", 1),
-        ("n", 2), ("n", 0), ("n", True),
+        ("n", 0), ("n", -1), ("n", 1.5), ("n", True),
         *[(n, v) for n in ("logprobs", "prompt_logprobs")
           for v in (-1, True, False, NAN, 1.0, "1")],
         ("logprobs_mode", "Raw"), ("logprobs_mode", None), ("logprobs_mode", 1),

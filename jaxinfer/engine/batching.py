@@ -41,6 +41,7 @@ def request_row(
             num_valid_ids=num_valid_ids,
             eos_ids=eos_ids,
             seeds=[request.seed],
+            sample_index=request.sample_index,
             outputs=[request.output_ids],
         ),
     )
@@ -85,6 +86,17 @@ def start_batch(
         batch.context_lens_B[b] = chunk.start + chunk.length
         batch.max_tokens_B[b] = request.max_total_len - request.num_known
     return batch
+
+
+def copy_batch(
+    copies: Sequence[tuple[int, int]], num_copies: int, num_pages: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """`(sources, destinations)` of the pages to copy, padded with destinations out of range."""
+    sources_C = np.zeros(num_copies, np.int32)
+    destinations_C = np.full(num_copies, num_pages, np.int32)
+    for i, (source, destination) in enumerate(copies):
+        sources_C[i], destinations_C[i] = source, destination
+    return sources_C, destinations_C
 
 
 def num_scored(chunk: Chunk) -> int:

@@ -1,4 +1,5 @@
-"""The programs that the engine compiles: write or stop a row; prefill, score, start, decode rows.
+"""The programs that the engine compiles: write or stop a row; prefill, score, start, decode rows;
+copy pages.
 
 Each request in flight owns a row of one resident `DecodeState`; a program works on the rows that it
 is given. Row indices out of range are padding.
@@ -7,6 +8,7 @@ is given. Row indices out of range are padding.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +28,7 @@ from jaxinfer.compute.types import (
     StepOutput,
     pytree,
 )
+from pallas_kernels import paged_attention
 
 
 @pytree
@@ -126,6 +129,14 @@ def _put_rows(state: DecodeState, rows_B: Array, rows: DecodeState) -> DecodeSta
         page_table_BM=state.page_table_BM,
         sampling=dataclasses.replace(state.sampling, **sampling),
     )
+
+
+def copy_pages(cache: KVCache, sources_C: Array, destinations_C: Array) -> KVCache:
+    """The cache with whole pages of every layer copied; a destination out of range is padding."""
+    copy = functools.partial(
+        paged_attention.copy_pages, sources_C=sources_C, destinations_C=destinations_C
+    )
+    return jax.tree.map(copy, cache)
 
 
 def prefill_rows(

@@ -71,7 +71,7 @@ class Executor:
         """Returns None; every program that a request can need is compiled."""
         keys = [("prefill", *shape) for shape in self._prefill_shapes]
         keys += [("decode", size) for size in self.decode_sizes]
-        keys += [("score",), ("start",), ("write_row",), ("stop_row",)]
+        keys += [("score",), ("start",), ("copy_pages",), ("write_row",), ("stop_row",)]
         self._programs.compile(keys, progress)
 
     def write_row(self, row: int, state: DecodeState) -> None:
@@ -101,6 +101,11 @@ class Executor:
         program = self._programs["start",]
         self._state, output = program(self._params, self._state, x_ND, starts)
         return output
+
+    def copy_pages(self, sources_C: np.ndarray, destinations_C: np.ndarray) -> None:
+        """Returns None; each destination `[num_starts]` in range now holds what its source does."""
+        program = self._programs["copy_pages",]
+        self._cache = program(self._cache, sources_C, destinations_C)
 
     def decode(self, rows_B: np.ndarray, num_steps: int) -> StepOutput:
         """The next tokens `[B, W]` of the rows, -1 where none; not waited for."""

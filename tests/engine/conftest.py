@@ -78,7 +78,8 @@ def alone(make_engine):
 
 @pytest.fixture(scope="session")
 def oracle(wide):
-    """A function from (prompt, params) to what `generate` gives when it computes all tokens anew.
+    """A function from (prompt, params, sample index) to what `generate` gives when it computes all
+    tokens anew.
 
     48 tokens of prompt and 16 of output at most.
     """
@@ -93,12 +94,14 @@ def oracle(wide):
         )
     )
 
-    def ask(prompt, params):
+    def ask(prompt, params, sample_index=0):
         assert len(prompt) <= 48
         assert params.max_tokens <= 16
         tokens_1T = np.zeros((1, 48), np.int32)
         tokens_1T[0, : len(prompt)] = prompt
-        state = make_sampling_state([params], [prompt], vocab_size=V, eos_ids=[EOS])
+        state = make_sampling_state(
+            [params], [prompt], vocab_size=V, eos_ids=[EOS], sample_index=sample_index
+        )
         tokens_1W = whole(wide.params, tokens_1T, np.array([len(prompt)], np.int32), state)
         ids = [int(token) for token in tokens_1W[0] if token >= 0][: params.max_tokens]
         return ids, "stop" if ids[-1] in params.stop_ids([EOS]) else "length"
