@@ -259,6 +259,11 @@ class EngineConfig:
         max_window: most decode steps in one dispatch.
         max_logprobs: most likely tokens whose log-probabilities a request may ask for.
         kv_dtype: of the cached keys and values; None: that of the params.
+        prefix_cache: whether requests share the pages of equal beginnings.
+        token_budget: most tokens of one step, one for each row that decodes and the rest for
+            prefill; None: a whole chunk beside all rows.
+        policy: "fcfs": first come, first served; "priority": requests of lower priority first.
+        max_overtakes: later requests that may get their row before a waiting one, by priority.
     """
 
     max_model_len: int = 2048
@@ -269,9 +274,22 @@ class EngineConfig:
     max_window: int = 8
     max_logprobs: int = 20
     kv_dtype: str | None = None
+    prefix_cache: bool = True
+    token_budget: int | None = None
+    policy: str = "fcfs"
+    max_overtakes: int = 100
+
+    POLICIES = ("fcfs", "priority")
 
     def __post_init__(self):
-        for name in ("max_model_len", "max_num_seqs", "page_size", "prefill_chunk", "max_window"):
+        for name in (
+            "max_model_len",
+            "max_num_seqs",
+            "page_size",
+            "prefill_chunk",
+            "max_window",
+            "max_overtakes",
+        ):
             value = getattr(self, name)
             require(
                 isinstance(value, int) and value >= 1,
@@ -291,6 +309,15 @@ class EngineConfig:
         require(
             self.num_pages is None or self.num_pages >= 1,
             f"EngineConfig.num_pages={self.num_pages} must be at least 1, or None.",
+        )
+        require(
+            self.token_budget is None or self.token_budget > self.max_num_seqs,
+            f"EngineConfig.token_budget={self.token_budget} must exceed "
+            f"max_num_seqs={self.max_num_seqs}, so that prompts go on beside rows that decode.",
+        )
+        require(
+            self.policy in self.POLICIES,
+            f"EngineConfig.policy={self.policy!r} is unknown. Known: {', '.join(self.POLICIES)}.",
         )
         require(
             self.kv_dtype is None or self.kv_dtype in DTYPES,

@@ -1,72 +1,36 @@
-"""`Scheduler`: turns requests into step plans; owns the queue, the rows and the pages.
+"""`Scheduler`: turns requests into step plans; owns the queues, the rows and the pages.
 
-First come, first served. A request is admitted with a row and pages for its longest possible
-length, so it always runs to its end. Of the samples of one prompt the first computes it for those
-that have a row by then: see `forks`. Plans follow from the calls made so far and nothing else: no
-clock, no randomness, no order of a set.
+The rules:
+- Requests go in order of precedence, see `RequestQueue`: to a row, to the prefill call, and from
+  the other end when pages run out.
+- A waiting request gets a row when there are pages for all that it knows and one window more,
+  beside as much for each that runs.
+- Pages are allocated for what a plan computes. When none is left, the running request that goes
+  last gives its own back and waits again; later it computes again what it knew. So the first of all
+  can always go on.
+- What another request has computed or is about to compute is shared: see `PageAllocator` and
+  `merge`.
+- Rows that decode do so in every plan; beside a prefill call, which is one chunk at most, by one
+  step.
+
+Plans follow from the calls made so far and nothing else: no clock, no randomness, no order of a
+set.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 
 from jaxinfer.config import EngineConfig, require
-from jaxinfer.sched import forks
+from jaxinfer.sched.allocation import PageAllocator
 from jaxinfer.sched.buckets import Shape, pick, prefill_shapes
+from jaxinfer.sched.counters import Counters
+from jaxinfer.sched.limits import max_total_len
+from jaxinfer.sched.merging import merge
 from jaxinfer.sched.page_pool import PagePool
+from jaxinfer.sched.plan import Chunk, StepPlan
+from jaxinfer.sched.queue import RequestQueue
 from jaxinfer.sched.request import Request, Status
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Known tokens start..start+length-1 of one request, to compute in one row of a prefill call.
-
-    After the last chunk of its known tokens (`is_last`) the request generates.
-    """
-
-    request: Request
-    start: int
-    length: int
-    is_last: bool
-
-
-@dataclass(frozen=True)
-class StepPlan:
-    """What to dispatch next, in this order: the admitted rows' state, one prefill call, the first
-    tokens that it brings, copies of pages, one decode window.
-
-    A plan counts as dispatched once it is made. One with neither prefill nor decode means that
-    nothing can go on before results under way are read.
-
-    Attributes:
-        admitted: requests that just got their row and pages; a fork among them starts when its
-            leader does, in this plan or a later one.
-        shape: (rows, tokens) of the prefill call; None when there is none.
-        prefill: its chunks, one per row of the call from the first on.
-        starts: (index into `prefill`, request) of each first token to sample at the end of a chunk:
-            for the request whose last chunk it is, then for its forks. One for a row at most.
-        copies: (source, destination) of each page to copy, after the prefill call and before the
-            decode window: for a fork, the page that its prompt ends in. No page is both.
-        decode: (row, request) of each row that the window may advance, those that start in this
-            plan among them. Results are attributed by this list: when they are read, the row
-            may already belong to another request.
-        num_steps: steps of the decode window; 0 when no row decodes.
-    """
-
-    admitted: tuple[Request, ...]
-    shape: Shape | None
-    prefill: tuple[Chunk, ...]
-    starts: tuple[tuple[int, Request], ...]
-    copies: tuple[tuple[int, int], ...]
-    decode: tuple[tuple[int, Request], ...]
-    num_steps: int
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is nothing to compute."""
-        return not self.prefill and not self.num_steps
 
 
 class Scheduler:
@@ -74,104 +38,120 @@ class Scheduler:
 
     The device stops a row by itself (stop id or budget); the host learns of it when the tokens are
     read. Until then the row and its pages stay taken.
+
+    Args:
+        window: keys that a query sees at most, if that holds in every layer; else None.
     """
 
-    def __init__(self, config: EngineConfig):
+    def __init__(self, config: EngineConfig, window: int | None = None):
         self.config = config
+        self.counters = Counters()
         self.shapes = prefill_shapes(
             config.prefill_chunk, config.max_num_seqs, max(config.max_model_len - 1, 1)
         )
-        self.pool = PagePool(config.cache.num_pages)
-        self._waiting: OrderedDict[str, Request] = OrderedDict()
-        self._running: dict[str, Request] = {}  # in order of admission
+        self._pages = PageAllocator(config, window, self.counters)
+        self._requests: dict[str, Request] = {}
+        self._waiting, self._running = RequestQueue(config), RequestQueue(config)
         self._free_rows = list(reversed(range(config.max_num_seqs)))
-        self._num_added = 0
+        self._budget = config.token_budget or config.prefill_chunk + config.max_num_seqs
+
+    @property
+    def pool(self) -> PagePool:
+        """The pages."""
+        return self._pages.pool
 
     @property
     def num_waiting(self) -> int:
-        """Requests that hold no row yet."""
+        """Requests that hold no row."""
         return len(self._waiting)
 
     @property
     def is_idle(self) -> bool:
         """Whether every request is over."""
-        return not self._waiting and not self._running
+        return not self._requests
 
     def add(self, request: Request, now: float | None = None) -> None:
         """Returns None; `request` now waits its turn.
 
-        A leader that is over, or generates already, is too late for it: `fork_of` becomes None.
         Raises ValueError, and leaves the scheduler as it was, for one that could never run.
         """
-        name, limit = f"Request {request.id!r}", self.config.max_model_len
-        num_prompt = len(request.prompt_ids)
         require(
-            request.status is Status.WAITING
-            and request.id not in self._waiting
-            and request.id not in self._running,
-            f"{name} was added before. Give each request an id of its own.",
+            request.status is Status.WAITING and request.id not in self._requests,
+            f"Request {request.id!r} was added before. Give each request an id of its own.",
         )
-        require(num_prompt > 0, f"{name} has an empty prompt. Give it at least one token.")
-        require(
-            num_prompt < limit,
-            f"{name} has a prompt of {num_prompt} tokens; max_model_len={limit} leaves room for "
-            f"{limit - 1} and one output. Shorten the prompt or raise max_model_len.",
-        )
-        max_total_len = min(num_prompt + request.params.max_tokens, limit)
-        needed = self._num_pages(max_total_len)
-        require(
-            needed <= self.pool.num_pages,
-            f"{name} needs {needed} pages of {self.config.page_size} tokens for its "
-            f"{max_total_len}; the pool has {self.pool.num_pages}. "
-            "Shorten the prompt, lower max_tokens or raise num_pages.",
-        )
-        request.max_total_len = max_total_len
-        request.order = self._num_added
+        request.max_total_len = max_total_len(request, self.config, self._pages)
+        request.order = self.counters.added
         request.times.arrival = now
-        self._num_added += 1
-        self._waiting[request.id] = request
-        leader = request.fork_of
-        is_under_way = leader is not None and self._get(leader.id) is leader
-        forks.follow(request, is_under_way=is_under_way)
+        self.counters.added += 1
+        self._requests[request.id] = request
+        self._waiting.add(request)
 
     def schedule(self, now: float | None = None) -> StepPlan:
-        """The next plan, which counts as dispatched from now on."""
+        """The next plan, which counts as dispatched from now on.
+
+        Hand every result of it to `update`.
+        """
+        self._catch_up()
         admitted = self._admit(now)
-        shape, prefill = self._plan_prefill()
-        starts, copies = self._plan_starts(prefill)
-        decoding = [r for r in self._running.values() if r.status is Status.DECODE]
-        num_steps = self._num_steps(decoding, bool(prefill))
-        decode = []
-        for request in decoding:
-            if request.decode_gap and request.row is not None:
-                decode.append((request.row, request))
-                request.num_computed += min(num_steps, request.decode_gap)
-        return StepPlan(admitted, shape, prefill, starts, copies, tuple(decode), num_steps)
+
+        prefilling = [r for r in self._running if r.status is Status.PREFILL]
+        gaps = [r.decode_gap for r in self._running if r.status is Status.DECODE]
+        computing, leaders = merge(prefilling, self.config.page_size)
+        shape, lengths = self._pick(computing, self._budget - len(gaps) + gaps.count(0))
+        forks = {r: of for r, of in leaders.items() if lengths.get(of) == of.prefill_gap}
+        num_steps = self._num_steps(gaps, bool(lengths))
+        targets = self._targets(lengths, forks, num_steps)
+        preempted = self._reserve(targets, forks)
+        new = frozenset(admitted)
+
+        prefill, starts, copies = self._advance_prefill(shape, lengths, forks)
+        decode = self._advance_decode(targets, num_steps)
+        self.counters.evicted_pages = self.pool.num_evicted
+        return StepPlan(
+            preempted=tuple((row, r) for row, r in preempted if r not in new),
+            admitted=tuple(r for r in admitted if r.row is not None),
+            mapped=self._pages.take_mapped(new),
+            shape=shape if prefill else None,
+            prefill=prefill,
+            starts=starts,
+            copies=copies,
+            decode=decode,
+            num_steps=num_steps if decode else 0,
+        )
 
     def update(
         self, request: Request, new_ids: Iterable[int], now: float | None = None
     ) -> str | None:
         """The finish reason of `request` after `new_ids`, tokens just read; None if it goes on.
 
-        What comes in for a request that was cancelled meanwhile is dropped. A finished request's
-        row and pages are free at once: the device stopped the row before any later dispatch.
+        To be called once for each of the `starts` and once for each of the `decode` of a plan, in
+        that order, with what it brought, also if that is nothing. What comes in for a request that
+        was cancelled meanwhile is dropped. A finished request's row and pages are free at once: the
+        device stopped the row before any later dispatch.
         """
+        new_ids = tuple(new_ids)
+        assert request.under_way, f"{request.id}: no plan asked for {new_ids}"
+        num_steps = request.under_way.popleft()
+        assert len(new_ids) <= num_steps, f"{request.id}: {new_ids} are more than {num_steps}"
+        self.counters.idle_row_steps += num_steps - len(new_ids)
         if request.status is Status.FINISHED:
             return request.finish_reason
-        reason = None
-        for token in new_ids:
-            assert reason is None, f"{request.id}: token {token} follows the end of the output"
-            reason = request.append(token)
-            if request.times.first_token is None:
-                request.times.first_token = now
-            request.times.last_token = now
+        if new_ids:
+            times = request.times
+            times.first_token = now if times.first_token is None else times.first_token
+            times.last_token = now
+        reason = request.extend(new_ids)
+        if request.row is not None:
+            # Of the newest token only the next step computes K and V, and there may be none.
+            certain = min(request.num_computed, request.num_known - 1)
+            self._pages.register(request, certain)
         if reason is not None:
             self.finish(request, reason)
         return reason
 
     def cancel(self, request_id: str) -> int | None:
         """The row to deactivate before the next dispatch; None if the request holds none."""
-        request = self._get(request_id)
+        request = self._requests.get(request_id)
         return None if request is None else self.finish(request, "cancelled")
 
     def finish(self, request: Request, reason: str) -> int | None:
@@ -184,101 +164,183 @@ class Scheduler:
             return None
         row = request.row
         if row is None:
-            del self._waiting[request.id]
+            self._waiting.remove(request)
         else:
-            del self._running[request.id]
-            self._free_rows.append(row)
-            self.pool.free(request.pages)
-        forks.leave(request)
-        request.row, request.pages = None, []
+            self._stop(request)
+        del self._requests[request.id]
         request.status, request.finish_reason = Status.FINISHED, reason
+        self.counters.finished[reason] += 1
         return row
 
+    def reset_prefix_cache(self) -> None:
+        """Returns None; nothing computed so far is shared again. For weights that changed."""
+        self._pages.reset(self._running)
+
     def check_integrity(self) -> None:
-        """Returns None if each row is free or held by one request, each page free or held by one or
-        by siblings, and order holds.
+        """Returns None if each row is free or held by one request, each page accounted for, and
+        order holds.
         """
-        running, waiting = list(self._running.values()), list(self._waiting.values())
-        self.pool.check_integrity(held=[page for r in running for page in r.pages])
+        running, waiting = list(self._running), list(self._waiting)
+        self._pages.check_integrity(running)
         rows = sorted([*self._free_rows, *(-1 if r.row is None else r.row for r in running)])
         assert rows == list(range(self.config.max_num_seqs)), f"rows lost or doubled: {rows}"
-        orders = [r.order for r in [*running, *waiting]]
-        assert orders == sorted(set(orders)), f"requests out of order: {orders}"
-        forks.check_forks([*running, *waiting], self.config.page_size)
-        for request in waiting:
-            assert request.status is Status.WAITING, f"{request.id} waits as {request.status}"
-            assert request.row is None and not request.pages, f"{request.id} waits with a row"
-        for request in running:
-            assert request.status in (Status.PREFILL, Status.DECODE), f"{request.id} does not run"
-            assert len(request.pages) == self._num_pages(request.max_total_len), request.id
-            assert (request.status is Status.PREFILL) == (
-                request.num_computed < len(request.prompt_ids)
-            )
-            assert request.decode_gap >= 0, f"{request.id} computes beyond its end"
+        self._running.check_integrity()
+        self._waiting.check_integrity()
+        assert len(self._requests) == len(running) + len(waiting), "a request is in no queue"
+        for request in running + waiting:
+            request.check_integrity()
+        assert all(r.status is not Status.WAITING for r in running), "one that waits runs"
+        assert all(r.status is Status.WAITING for r in waiting), "one that runs waits"
 
-    def _get(self, request_id: str) -> Request | None:
-        return self._running.get(request_id) or self._waiting.get(request_id)
+    def _catch_up(self) -> None:
+        """Returns None; requests hold what others computed for them, and nothing unseen."""
+        for request in self._running:
+            if request.status is Status.PREFILL:
+                self._pages.share(request, self._pages.match(request))
+            self._pages.release_unseen(request)
 
-    def _num_pages(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.config.page_size)
-
-    def _admit(self, now: float | None) -> tuple[Request, ...]:
+    def _admit(self, now: float | None) -> list[Request]:
         """The waiting requests that now run, in order, up to the first that does not fit."""
-        admitted = []
+        admitted: list[Request] = []
+        if not self._waiting or not self._free_rows:
+            return admitted
+        spare = self.pool.num_available - sum(map(self._num_missing, self._running))
         while self._waiting and self._free_rows:
-            request = next(iter(self._waiting.values()))
-            shared = forks.shared_pages(request, self.config.page_size)
-            pages = self.pool.allocate(self._num_pages(request.max_total_len) - len(shared))
-            if pages is None:
+            request = self._waiting.first
+            if request.under_way:
+                break  # not all that it has to compute again is known
+            self._pages.begin(request)
+            found = self._pages.match(request)
+            needed = self._num_missing(request, len(found))
+            needed += self._pages.num_claimed(request, found)
+            if self._running and needed > spare:
+                request.entry = None
                 break
-            self.pool.share(shared)
-            del self._waiting[request.id]
-            self._running[request.id] = request
-            request.row, request.pages = self._free_rows.pop(), [*shared, *pages]
-            request.status, request.times.first_scheduled = Status.PREFILL, now
+            spare -= needed
+            self._waiting.remove(request)
+            self._running.add(request)
+            request.row, request.status = self._free_rows.pop(), Status.PREFILL
+            if not request.num_preemptions:
+                request.times.first_scheduled = now
+                self.counters.prompt_tokens += len(request.prompt_ids)
+            self._pages.share(request, found)
             admitted.append(request)
-        return tuple(admitted)
+        self._waiting.overtake(admitted)
+        return admitted
 
-    def _plan_prefill(self) -> tuple[Shape | None, tuple[Chunk, ...]]:
-        """The shape and the chunks of the next prefill call; (None, ()) if every gap is closed."""
-        computing = (r for r in self._running.values() if r.fork_of is None)
-        pending = [r for r in computing if r.status is Status.PREFILL]
-        if not pending:
-            return None, ()
-        shape, indices = pick(self.shapes, [r.prefill_gap for r in pending])
-        return shape, tuple(self._chunk(pending[i], shape[1]) for i in indices)
+    def _num_missing(self, request: Request, num_found: int = 0) -> int:
+        """Pages to allocate until the gap of `request`, which shares `num_found` more, is closed
+        and one window is over.
+        """
+        num_known = request.num_computed if request.status is Status.DECODE else request.num_known
+        num_tokens = min(num_known + self.config.max_window, request.max_total_len - 1)
+        return self._pages.num_missing(len(request.pages) + num_found, num_tokens)
 
-    def _plan_starts(
-        self, prefill: tuple[Chunk, ...]
-    ) -> tuple[tuple[tuple[int, Request], ...], tuple[tuple[int, int], ...]]:
-        """`(starts, copies)` of the plan that has these chunks: requests that now generate."""
-        starts, copies = [], []
-        for index, chunk in enumerate(prefill):
-            if chunk.is_last:
-                siblings, pairs = forks.fork(chunk.request, self.config.page_size)
-                starts += [(index, request) for request in (chunk.request, *siblings)]
-                copies += pairs
-        return tuple(starts), tuple(copies)
+    def _pick(self, computing: Sequence[Request], limit: int) -> tuple[Shape, dict[Request, int]]:
+        """The shape of the next prefill call, and how many tokens of whom it computes."""
+        if not computing:
+            return self.shapes[0], {}
+        shape, taken = pick(self.shapes, [r.prefill_gap for r in computing], limit)
+        return shape, {computing[index]: length for index, length in taken}
 
-    @staticmethod
-    def _chunk(request: Request, max_tokens: int) -> Chunk:
-        """The next `max_tokens` or fewer of `request`; they count as computed from now on."""
-        start, length = request.num_computed, min(request.prefill_gap, max_tokens)
-        request.num_computed += length
-        is_last = request.prefill_gap == 0
-        if is_last:
-            request.status = Status.DECODE
-        return Chunk(request, start, length, is_last)
-
-    def _num_steps(self, decoding: list[Request], is_prefilling: bool) -> int:
+    def _num_steps(self, gaps: Sequence[int], is_prefilling: bool) -> int:
         """The length of the decode window.
 
         1 beside a prefill, so that its next chunk and its first token do not wait; 1 too when a
         request waits and a row's last step is under way, since the next read then frees that row.
         Else as long as allowed and of use to any row.
         """
-        gaps = [request.decode_gap for request in decoding]
-        longest = max(gaps, default=0)
-        if longest and (is_prefilling or (self._waiting and 0 in gaps)):
+        if is_prefilling or (self._waiting and 0 in gaps):
             return 1
-        return min(self.config.max_window, longest)
+        return min(self.config.max_window, max(gaps, default=0))
+
+    def _targets(
+        self, lengths: dict[Request, int], forks: dict[Request, Request], num_steps: int
+    ) -> dict[Request, int]:
+        """How many tokens each request that goes on has computed after the plan, in order of
+        precedence. One whose gap is closed also decodes.
+        """
+        targets = {}
+        for request in self._running:
+            num_tokens = request.num_computed + lengths.get(request, 0)
+            if request in forks:
+                num_tokens = request.num_known
+            if request.status is Status.DECODE or num_tokens == request.num_known:
+                num_tokens = min(num_tokens + num_steps, request.max_total_len - 1)
+            if num_tokens > request.num_computed:
+                targets[request] = num_tokens
+        return targets
+
+    def _reserve(
+        self, targets: dict[Request, int], forks: dict[Request, Request]
+    ) -> list[tuple[int, Request]]:
+        """(row, request) of each that gave way so that the others have pages for the plan."""
+        preempted: list[tuple[int, Request]] = []
+        for request, num_tokens in targets.items():
+            if request in forks and request.row is not None:
+                self._pages.share_full(forks[request], request)
+            while request.row is not None and not self._pages.extend(request, num_tokens):
+                victim = self._running.last
+                assert victim.row is not None
+                preempted.append((victim.row, victim))
+                self._preempt(victim)
+        return preempted
+
+    def _preempt(self, request: Request) -> None:
+        """Returns None; `request` waits at its place in the order, with nothing computed."""
+        request.num_lost = max(request.num_lost, request.num_computed)
+        request.num_preemptions += 1
+        self.counters.preempted += 1
+        self._stop(request)
+        request.status = Status.WAITING
+        self._waiting.add(request)
+
+    def _stop(self, request: Request) -> None:
+        """Returns None; `request` no longer runs: its row and pages are free."""
+        assert request.row is not None
+        self._running.remove(request)
+        self._free_rows.append(request.row)
+        self._pages.release(request)
+        request.row, request.num_computed = None, 0
+
+    def _advance_prefill(
+        self, shape: Shape, lengths: dict[Request, int], forks: dict[Request, Request]
+    ) -> tuple[tuple[Chunk, ...], tuple[tuple[int, Request], ...], tuple[tuple[int, int], ...]]:
+        """`(prefill, starts, copies)` of the plan; what they compute counts as computed."""
+        prefill, starts, copies = [], [], []
+        for request, length in lengths.items():
+            if request.row is None:
+                continue  # preempted meanwhile
+            start = request.num_computed
+            request.num_computed += length
+            self._pages.register(request, request.num_computed)
+            self.counters.prefill_tokens += length
+            self.counters.recomputed_tokens += max(
+                min(request.num_computed, request.num_lost) - start, 0
+            )
+            chunk = Chunk(request, start, length, is_last=request.prefill_gap == 0)
+            if chunk.is_last:
+                started = [r for r, of in forks.items() if of is request and r.row is not None]
+                for fork in started:
+                    copies += self._pages.fork(request, fork)
+                starts += [(len(prefill), r) for r in (request, *started)]
+            prefill.append(chunk)
+        for _, request in starts:
+            request.status = Status.DECODE
+            request.under_way.append(1)
+        if prefill:
+            self.counters.padded_tokens += shape[0] * shape[1] - sum(c.length for c in prefill)
+        return tuple(prefill), tuple(starts), tuple(copies)
+
+    def _advance_decode(
+        self, targets: dict[Request, int], num_steps: int
+    ) -> tuple[tuple[int, Request], ...]:
+        """`decode` of the plan; its steps count as computed."""
+        decode = []
+        for request, num_tokens in targets.items():
+            if request.status is Status.DECODE and num_tokens > request.num_computed:
+                assert request.row is not None
+                decode.append((request.row, request))
+                request.num_computed = num_tokens
+                request.under_way.append(num_steps)
+        return tuple(decode)

@@ -5,22 +5,34 @@ from types import SimpleNamespace
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.sampling_params import SamplingParams
-from jaxinfer.sched import Request, Scheduler
+from jaxinfer.sched import Request, Scheduler, Status
 
 EOS = 0
 
 
-class FakeDevice:
-    """Rows that stop by themselves; emits a scripted output per request and checks what it is told.
+def key_of(previous, token, weights=0):
+    """What a slot holds: it tells the token, all tokens before it, and the weights."""
+    return hash((previous, token, weights))
 
-    A row must find in its pages, as they were when it was admitted, its prompt and its output.
-    Results are queued: `read` gives those of the oldest dispatch that was not read yet.
+
+def sampled(request, position, key, num_ids):
+    """A token that follows from the seed, the position and all tokens before."""
+    return hash((request.seed, position, key, 7)) % num_ids
+
+
+class FakeDevice:
+    """Rows that stop by themselves; they find in their pages exactly their own tokens, or fail.
+
+    A row produces the output that is written for its request in `outputs`, or else tokens that
+    follow from what its pages hold. Results are queued: `read` gives those of the oldest dispatch
+    that was not read yet.
     """
 
-    def __init__(self, config, outputs):
-        self.config, self.outputs = config, outputs
+    def __init__(self, config, outputs, window=None, num_ids=40):
+        self.config, self.outputs, self.window, self.num_ids = config, outputs, window, num_ids
+        self.weights = 0
         self.rows = {}
-        self.covered = {}  # request id -> prompt tokens computed in its own row
+        self.covered = {}  # request id -> tokens computed in its own row, over all its lives
         self.pages = [[None] * config.page_size for _ in range(config.cache.num_pages)]
         self.under_way = deque()
 
@@ -29,22 +41,38 @@ class FakeDevice:
             self.rows[row].is_active = False
 
     def dispatch(self, plan):
+        for row, request in plan.preempted:
+            assert self.rows[row].request is request
+            self.deactivate(row)
         for request in plan.admitted:
-            assert not (request.row in self.rows and self.rows[request.row].is_active)
-            self.rows[request.row] = SimpleNamespace(
-                request=request, table=list(request.pages), length=0, output=[], is_active=False
-            )
-            self.covered[request.id] = 0
+            self._write(request)
+        for row, index, page in plan.mapped:
+            assert self.rows[row].table[index] is None
+            self.rows[row].table[index] = page
         self._prefill(plan)
-        results = self._start(plan)
-        for source, destination in plan.copies:
-            self.pages[destination] = list(self.pages[source])
-        for _, request in plan.starts:
-            self._check_content(self.rows[request.row])
-        self.under_way.append(results + self._decode(plan))
+        self._copy(plan)
+        self.under_way.append(self._start(plan) + self._decode(plan))
 
     def read(self):
         return self.under_way.popleft() if self.under_way else []
+
+    def skip(self, index, position):
+        """Counts as computed what the row has from another before the weights change."""
+        row = self.rows[index]
+        if not row.is_active and len(row.keys) < position <= len(row.tokens):
+            self._skip(row, position)
+
+    def _write(self, request):
+        assert not (request.row in self.rows and self.rows[request.row].is_active)
+        table = [*request.pages, *[None] * (self.config.pages_per_seq - len(request.pages))]
+        self.rows[request.row] = SimpleNamespace(
+            request=request,
+            table=table,
+            tokens=list(request.known_ids(0, request.num_known)),
+            keys=[],  # of the tokens computed so far
+            is_active=False,
+        )
+        self.covered.setdefault(request.id, 0)
 
     def _prefill(self, plan):
         if plan.prefill:
@@ -54,27 +82,35 @@ class FakeDevice:
         assert len({chunk.request.id for chunk in plan.prefill}) == len(plan.prefill)
         for chunk in plan.prefill:
             request, row = chunk.request, self.rows[chunk.request.row]
-            assert row.request is request
+            assert row.request is request and not row.is_active
             assert 1 <= chunk.length <= plan.shape[1]
-            assert chunk.start == self.covered[request.id] == row.length
+            self._skip(row, chunk.start)
             for token in request.known_ids(chunk.start, chunk.length):
                 self._store(row, token)
-            self.covered[request.id] = row.length
-            assert chunk.is_last == (row.length == len(request.prompt_ids))
+            self.covered[request.id] += chunk.length
+            assert chunk.is_last == (len(row.keys) == len(row.tokens))
+            self._check(row)
+
+    def _copy(self, plan):
+        assert not {source for source, _ in plan.copies} & {to for _, to in plan.copies}
+        for source, destination in plan.copies:
+            self.pages[destination] = list(self.pages[source])
 
     def _start(self, plan):
         started = [request for _, request in plan.starts]
-        assert [c.request for c in plan.prefill if c.is_last] == [
-            request for request in started if self.covered[request.id]
-        ]
+        assert len({request.id for request in started}) == len(started)
+        assert {c.request for c in plan.prefill if c.is_last} <= set(started)
         results = []
         for index, request in plan.starts:
             chunk, row = plan.prefill[index], self.rows[request.row]
-            assert chunk.is_last and chunk.request.prompt_ids == request.prompt_ids
-            assert row.request is request and not row.output
-            row.length, row.is_active = len(request.prompt_ids), True
-            results.append((request, self._emit(row)))
-        assert len({request.id for request in started}) == len(started)
+            assert row.request is request and not row.is_active
+            assert chunk.is_last and self.rows[chunk.request.row].tokens[: len(row.tokens)] == (
+                row.tokens
+            )
+            self._skip(row, len(row.tokens))
+            self._check(row)
+            row.is_active = True
+            results.append((request, [self._emit(row)]))
         return results
 
     def _decode(self, plan):
@@ -88,70 +124,98 @@ class FakeDevice:
             row, tokens = self.rows[index], []
             assert row.request is request
             while row.is_active and len(tokens) < plan.num_steps:
-                self._store(row, row.output[-1])
-                tokens += self._emit(row)
+                self._store(row, row.tokens[-1])
+                tokens.append(self._emit(row))
             results.append((request, tokens))
-            if not row.is_active:  # what was wrong at any step still is
-                self._check_content(row)
+            if tokens:  # what was wrong at any step still is; one that stopped before reads nothing
+                self._check(row)
         return results
 
     def _emit(self, row):
-        request = row.request
-        token = self.outputs[request.id][len(row.output)]
-        row.output.append(token)
-        at_limit = len(request.prompt_ids) + len(row.output) == request.max_total_len
-        row.is_active = not (at_limit or token in request.stop_ids)
-        return [token]
+        """The next token of `row`, from what the page of its newest one holds."""
+        request, position = row.request, len(row.tokens)
+        assert len(row.keys) == position
+        if request.id in self.outputs:
+            token = self.outputs[request.id][position - len(request.prompt_ids)]
+        else:
+            token = sampled(request, position, self._slots(row)[-1], self.num_ids)
+        row.tokens.append(token)
+        row.is_active = not (position + 1 == request.max_total_len or token in request.stop_ids)
+        return token
 
     def _store(self, row, token):
-        page, slot = divmod(row.length, self.config.page_size)
-        self.pages[row.table[page]][slot] = token
-        row.length += 1
+        page, slot = divmod(len(row.keys), self.config.page_size)
+        row.keys.append(key_of(row.keys[-1] if row.keys else 0, token, self.weights))
+        self.pages[row.table[page]][slot] = row.keys[-1]
 
-    def _check_content(self, row):
-        content = [token for page in row.table for token in self.pages[page]][: row.length]
-        assert content == [*row.request.prompt_ids, *row.output][: row.length], row.request.id
+    def _skip(self, row, position):
+        """Counts what another row computed; `_check` finds out whether the pages hold it."""
+        assert len(row.keys) <= position
+        while len(row.keys) < position:
+            previous = row.keys[-1] if row.keys else 0
+            row.keys.append(key_of(previous, row.tokens[len(row.keys)], self.weights))
+
+    def _slots(self, row):
+        """What `row` finds in its pages, as far back as its queries see."""
+        size, end = self.config.page_size, len(row.keys)
+        first = 0 if self.window is None else max(end - self.window, 0) // size
+        slots = [slot for page in row.table[first : -(-end // size)] for slot in self.pages[page]]
+        start = 0 if self.window is None else max(end - self.window, 0)
+        return slots[start - first * size : end - first * size]
+
+    def _check(self, row):
+        slots = self._slots(row)
+        assert slots == row.keys[len(row.keys) - len(slots) :], row.request.id
 
 
 class World:
     """A scheduler and its fake device, checked after every operation."""
 
-    def __init__(self, config):
+    def __init__(self, config, window=None, num_ids=40):
         self.config = config
-        self.scheduler = Scheduler(config)
+        self.scheduler = Scheduler(config, window)
         self.outputs = {}
-        self.device = FakeDevice(config, self.outputs)
+        self.device = FakeDevice(config, self.outputs, window, num_ids)
         self.requests = {}
 
-    def add(self, request_id, prompt_len, output=(), now=None, leader=None, **params):
+    def add(self, request_id, prompt_len, output=(), now=None, like=None, **params):
         """Adds a request that would emit `output`, then 5s for ever; all prompts differ but that
-        of its leader.
+        of the request that it is `like`.
         """
-        sampling = SamplingParams(**params)
         first = 1000 * len(self.requests) + 9
-        prompt = tuple(range(first, first + prompt_len)) if leader is None else leader.prompt_ids
+        prompt = tuple(range(first, first + prompt_len)) if like is None else like.prompt_ids
+        max_tokens = SamplingParams(**params).max_tokens
+        self.outputs[request_id] = [*output, *(5,) * (max_tokens - len(output))]
+        try:
+            return self.put(request_id, prompt, now=now, **params)
+        except ValueError:
+            del self.outputs[request_id]
+            raise
+
+    def put(self, request_id, prompt, now=None, seed=1, priority=0, **params):
+        """Adds a request of that prompt; its output follows from what it finds in its pages."""
+        sampling = SamplingParams(**params)
         request = Request(
             id=request_id,
-            prompt_ids=prompt,
+            prompt_ids=tuple(prompt),
             params=sampling,
-            seed=1,
+            seed=seed,
+            priority=priority,
             stop_ids=frozenset(sampling.stop_ids([EOS])),
-            fork_of=leader,
         )
         self.scheduler.add(request, now)
-        self.outputs[request_id] = [*output, *(5,) * (sampling.max_tokens - len(output))]
         self.requests[request_id] = request
         self.scheduler.check_integrity()
         return request
 
     def add_samples(self, name, prompt_len, outputs, **params):
-        """Adds a leader, "name0", and its forks, "name1" on: one request per output."""
-        leader = self.add(f"{name}0", prompt_len, outputs[0], **params)
-        forks = [
-            self.add(f"{name}{i}", prompt_len, output, leader=leader, **params)
+        """Adds requests of one prompt, "name0", "name1" and so on: one per output."""
+        first = self.add(f"{name}0", prompt_len, outputs[0], **params)
+        others = [
+            self.add(f"{name}{i}", prompt_len, output, like=first, **params)
             for i, output in enumerate(outputs[1:], 1)
         ]
-        return [leader, *forks]
+        return [first, *others]
 
     def cancel(self, request_id):
         self.device.deactivate(self.scheduler.cancel(request_id))
@@ -174,27 +238,41 @@ class World:
         while not self.scheduler.is_idle:
             plans.append(self.step())
             assert len(plans) < limit
-        assert self.scheduler.pool.num_free == self.scheduler.pool.num_pages
+        assert self.scheduler.pool.num_available == self.scheduler.pool.num_pages
         return plans
 
     def expected(self, request):
         """The output and finish reason that a correct engine gives."""
-        limit = min(request.params.max_tokens, self.config.max_model_len - len(request.prompt_ids))
-        output = self.outputs[request.id][:limit]
-        for position, token in enumerate(output):
+        num_prompt, output, key = len(request.prompt_ids), [], 0
+        for token in request.prompt_ids:
+            key = key_of(key, token, self.device.weights)
+        limit = min(request.params.max_tokens, self.config.max_model_len - num_prompt)
+        while len(output) < limit:
+            if request.id in self.outputs:
+                token = self.outputs[request.id][len(output)]
+            else:
+                token = sampled(request, num_prompt + len(output), key, self.device.num_ids)
+            output.append(token)
             if token in request.stop_ids:
-                return output[: position + 1], "stop"
+                return output, "stop"
+            key = key_of(key, token, self.device.weights)
         return output, "length"
 
     def check_results(self, cancelled=()):
         """Asserts that every request got its output, those cancelled the beginning of theirs."""
         for request in self.requests.values():
+            assert request.status is Status.FINISHED
             output, reason = self.expected(request)
             if request.id in cancelled:
                 assert request.finish_reason == "cancelled"
                 assert request.output_ids == output[: len(request.output_ids)]
             else:
                 assert (request.output_ids, request.finish_reason) == (output, reason)
+
+    @property
+    def num_computed(self):
+        """Tokens computed in prefill calls, in all rows together."""
+        return sum(self.device.covered.values())
 
 
 def config(**changes):
@@ -204,7 +282,9 @@ def config(**changes):
 def shown(plan):
     """A plan as plain values."""
     return SimpleNamespace(
+        preempted=[(row, r.id) for row, r in plan.preempted],
         admitted=[(r.id, r.row, tuple(r.pages)) for r in plan.admitted],
+        mapped=plan.mapped,
         shape=plan.shape,
         prefill=[(c.request.id, c.start, c.length, c.is_last) for c in plan.prefill],
         starts=[(index, request.id) for index, request in plan.starts],
