@@ -126,7 +126,6 @@ class PageAllocator:
         copied, since both go on to write to it.
         """
         num_full, rest = divmod(leader.num_computed, self._page_size)
-        fork.entry = leader.entry
         self._skip(fork, leader.num_computed - fork.num_computed)
         source, destination = leader.pages[num_full : num_full + 1], fork.pages[num_full:]
         if not rest:

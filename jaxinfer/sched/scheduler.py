@@ -124,10 +124,10 @@ class Scheduler:
     ) -> str | None:
         """The finish reason of `request` after `new_ids`, tokens just read; None if it goes on.
 
-        To be called once for each of the `starts` and once for each of the `decode` of a plan, in
-        that order, with what it brought, also if that is nothing. What comes in for a request that
-        was cancelled meanwhile is dropped. A finished request's row and pages are free at once: the
-        device stopped the row before any later dispatch.
+        To be called once for each of the `starts` and then of the `decode` of each plan, with what
+        it brought, also if that is nothing: a preempted request comes back when all is read. What
+        comes in for a request that was cancelled meanwhile is dropped. A finished request's row and
+        pages are free at once: the device stopped the row before any later dispatch.
         """
         new_ids = tuple(new_ids)
         assert request.under_way, f"{request.id}: no plan asked for {new_ids}"

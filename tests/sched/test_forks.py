@@ -275,12 +275,25 @@ def test_a_longer_prompt_that_begins_like_a_group_waits_for_its_pages_alone():
 
 def test_a_prompt_that_ends_where_a_longer_one_goes_on_does_not_wait_for_it():
     """Its last page is no use to it: it needs the hidden state at its end."""
-    world = World(config(page_size=8, prefill_chunk=64))
-    longer = world.put("longer", range(1, 31))
-    group = [world.put(f"s{i}", range(1, 9), seed=i) for i in range(2)]
+    world = World(config(prefill_chunk=512))
+    longer = world.put("longer", range(1, 21))
+    group = [world.put(f"s{i}", range(1, 17), seed=i) for i in range(2)]
     plan = world.step()
-    assert plan.prefill[0].request is longer
-    plans = [plan, *world.run()]
+    assert [chunk.request for chunk in plan.prefill] == [longer, group[0]]
+    assert [request for _, request in plan.starts] == [longer, *group]
+    world.run()
     world.check_results()
-    assert covered(world, [longer, *group]) == [30, 8, 0]
-    assert [len(plan.prefill) for plan in plans[:2]] == [1, 1]
+    assert covered(world, [longer, *group]) == [20, 16, 0]
+
+
+def test_what_each_sample_goes_on_to_fill_is_shared_with_what_follows_it():
+    world = World(config(page_size=4))
+    group = [world.put(f"s{i}", range(1, 11), seed=i, max_tokens=12) for i in (3, 4, 6)]
+    world.run()
+    assert len({tuple(r.output_ids) for r in group}) == 3
+    for request in group:
+        history = (*request.prompt_ids, *request.output_ids)
+        later = world.put(f"after {request.id}", (*history, 7))
+        world.run()
+        assert later.num_cached == (len(history) - 1) // 4 * 4 > 16
+    world.check_results()

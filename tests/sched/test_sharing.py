@@ -62,6 +62,14 @@ def test_an_evicted_page_is_not_found_under_its_old_name():
     world.scheduler.pool.check_integrity(held=[])
 
 
+def test_of_a_request_that_ended_the_last_pages_are_evicted_first():
+    """What is left is the beginning, of use to all that begin like it."""
+    world = World(config(page_size=4, num_pages=5))
+    served(world, "a", tokens(17), max_tokens=1)
+    served(world, "b", tokens(5, first=500), max_tokens=1)  # takes the free page and one more
+    assert served(world, "c", tokens(17), max_tokens=1).num_cached == 12
+
+
 def test_a_hash_that_tells_nothing_apart_changes_no_output():
     outputs = []
     for hash_page in (None, lambda parent_key, token_ids: 0):
