@@ -39,7 +39,7 @@ class Answer:
             prompt=self._prompt,
             prompt_token_ids=first.prompt_ids,
             seed=first.seed,
-            cached_tokens=0,
+            cached_tokens=first.num_cached,
             metrics=RequestMetrics.of(self.requests),
             outputs=tuple(sample.snapshot() for sample in self._samples.values()),
             prompt_logprobs=tuple(first.prompt_logprobs) if asks_prompt else None,

@@ -25,9 +25,10 @@ def request_row(
     set.
     """
     table_1M = np.full((1, config.pages_per_seq), config.cache.num_pages, np.int32)
-    table_1M[0, : len(request.pages)] = request.pages
+    mapped = {index: page for index, page in enumerate(request.pages) if page is not None}
+    table_1M[0, list(mapped)] = list(mapped.values())
     # A page id out of range would be clamped by the device and read another request's keys.
-    assert all(0 <= page < config.cache.num_pages for page in request.pages), request.pages
+    assert all(0 <= page < config.cache.num_pages for page in mapped.values()), request.pages
     none = np.zeros(1, np.int32)
     return DecodeState(
         tokens_B=none,
@@ -97,6 +98,13 @@ def copy_batch(
     for i, (source, destination) in enumerate(copies):
         sources_C[i], destinations_C[i] = source, destination
     return sources_C, destinations_C
+
+
+def map_batch(mapped: Sequence[tuple[int, int, int]], num_mapped: int, num_rows: int) -> np.ndarray:
+    """int32 `[num_mapped, 3]`: the (row, index, page) of `mapped`, padded out of range."""
+    entries_C3 = np.full((num_mapped, 3), num_rows, np.int32)
+    entries_C3[: len(mapped)] = mapped
+    return entries_C3
 
 
 def num_scored(chunk: Chunk) -> int:

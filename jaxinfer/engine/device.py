@@ -1,5 +1,5 @@
 """The programs that the engine compiles: write or stop a row; prefill, score, start, decode rows;
-copy pages.
+map pages to rows, copy pages.
 
 Each request in flight owns a row of one resident `DecodeState`; a program works on the rows that it
 is given. Row indices out of range are padding.
@@ -101,6 +101,13 @@ def write_row(state: DecodeState, row: Array, words: Array) -> DecodeState:
 def stop_row(state: DecodeState, row: Array) -> DecodeState:
     """The state with row `row` inactive: it computes and writes nothing more."""
     return dataclasses.replace(state, remaining_B=state.remaining_B.at[row].set(0))
+
+
+def map_pages(state: DecodeState, entries_C3: Array) -> DecodeState:
+    """The state with (row, index, page) entries in its page tables; padding is out of range."""
+    row_C, index_C, page_C = entries_C3.T
+    table_RM = state.page_table_BM.at[row_C, index_C].set(page_C, mode="drop")
+    return dataclasses.replace(state, page_table_BM=table_RM)
 
 
 def _take_rows(state: DecodeState, rows_B: Array) -> DecodeState:

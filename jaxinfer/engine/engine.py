@@ -17,6 +17,7 @@ from jaxinfer.config import EngineConfig, require
 from jaxinfer.engine.batching import (
     copy_batch,
     decode_batch,
+    map_batch,
     num_scored,
     prefill_batch,
     request_row,
@@ -100,7 +101,9 @@ class Engine:
         self.vocab_size = model.config.vocab_size
         self.num_valid_ids = self.vocab_size if num_valid_ids is None else num_valid_ids
         self.eos_ids = tuple(model.config.eos_ids if eos_ids is None else eos_ids)
-        self.scheduler = Scheduler(config)
+        windows = model.config.windows
+        window = max((w for w in windows if w), default=None) if all(windows) else None
+        self.scheduler = Scheduler(config, window)
         empty = Request(id="", prompt_ids=(), params=SamplingParams(temperature=0.0), seed=0)
         self._executor = Executor(
             model,
@@ -129,9 +132,14 @@ class Engine:
         return bool(self._requests)
 
     def add_request(
-        self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str | None = None
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
     ) -> Request:
-        """The request, now waiting for its turn.
+        """The request, now waiting for its turn; by policy "priority" a lower one goes first.
 
         Raises ValueError at once, and nothing else changes, if it can never run: a token id that
         the model does not have, an empty prompt, more tokens than `max_model_len` or than the whole
@@ -141,10 +149,15 @@ class Engine:
             params.n == 1,
             f"SamplingParams.n={params.n} asks for several requests. Use add_samples.",
         )
-        return self.add_samples(prompt_ids, params, request_id=request_id)[0]
+        return self.add_samples(prompt_ids, params, request_id=request_id, priority=priority)[0]
 
     def add_samples(
-        self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str | None = None
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
     ) -> tuple[Request, ...]:
         """The `params.n` requests of one prompt, which the first computes for all of them.
 
@@ -160,6 +173,7 @@ class Engine:
             num_valid_ids=self.num_valid_ids,
             eos_ids=self.eos_ids,
             max_logprobs=self.config.max_logprobs,
+            priority=priority,
         )
         taken = [request.id for request in samples if request.id in self._requests]
         require(
@@ -202,9 +216,7 @@ class Engine:
         num_before = len(self._underway)
         try:
             plan = self.scheduler.schedule(time.perf_counter())
-            for request in plan.admitted:
-                assert request.row is not None
-                self._executor.write_row(request.row, self._row_of(request))
+            self._update_rows(plan)
             self._dispatch(plan)
         except BaseException as failure:
             # Host and device may disagree from here on.
@@ -223,6 +235,17 @@ class Engine:
         otherwise.
         """
         self.scheduler.check_integrity()
+
+    def _update_rows(self, plan: StepPlan) -> None:
+        """Stops the rows that lost their requests, writes those that got one, maps new pages."""
+        executor = self._executor
+        for row, _ in plan.preempted:
+            executor.stop_row(row)
+        for request in plan.admitted:
+            assert request.row is not None
+            executor.write_row(request.row, self._row_of(request))
+        for mapped in _batches(plan.mapped, executor.num_starts):
+            executor.map_pages(map_batch(mapped, executor.num_starts, executor.num_rows))
 
     def _dispatch(self, plan: StepPlan) -> None:
         executor = self._executor
@@ -272,14 +295,15 @@ class Engine:
         now = time.perf_counter()
         for b, request in enumerate(requests):
             new_ids = tuple(int(token) for token in output.tokens_BW[b] if token >= 0)
-            if not new_ids or request.finish_reason is not None:
+            was_over = request.finish_reason is not None
+            reason = self.scheduler.update(request, new_ids, now)
+            if was_over or not new_ids:
                 continue
             num_top, logprobs = request.params.logprobs, []
             if num_top is not None:
                 assert output.logprobs is not None
                 logprobs = token_logprobs(output.logprobs, b, new_ids, num_top)
                 request.logprobs.extend(logprobs)
-            reason = self.scheduler.update(request, new_ids, now)
             if reason is not None:
                 del self._requests[request.id]
             self._ready.append(TokenOutput(request, new_ids, reason, tuple(logprobs)))

@@ -71,7 +71,8 @@ class Executor:
         """Returns None; every program that a request can need is compiled."""
         keys = [("prefill", *shape) for shape in self._prefill_shapes]
         keys += [("decode", size) for size in self.decode_sizes]
-        keys += [("score",), ("start",), ("copy_pages",), ("write_row",), ("stop_row",)]
+        keys += [("score",), ("start",), ("map_pages",), ("copy_pages",)]
+        keys += [("write_row",), ("stop_row",)]
         self._programs.compile(keys, progress)
 
     def write_row(self, row: int, state: DecodeState) -> None:
@@ -82,6 +83,10 @@ class Executor:
     def stop_row(self, row: int) -> None:
         """Returns None; `row` is inactive from the next program on."""
         self._state = self._programs["stop_row",](self._state, np.int32(row))
+
+    def map_pages(self, entries_C3: np.ndarray) -> None:
+        """Returns None; page tables hold (row, index, page) `[num_starts, 3]` where row is one."""
+        self._state = self._programs["map_pages",](self._state, entries_C3)
 
     def prefill(self, chunks: Chunks) -> Array:
         """The hidden states `[N, D]` of the chunks' tokens, row by row; not waited for."""

@@ -43,8 +43,8 @@ class Programs:
     """Compiled programs by key: a name of `jaxinfer.engine.device` and the shape that it works on.
 
     ("prefill", rows, tokens), ("score",), ("start",), ("decode", rows), ("write_row",),
-    ("stop_row",), ("copy_pages",). All that varies in shape is in the key, so a program once
-    compiled is never compiled again.
+    ("stop_row",), ("map_pages",), ("copy_pages",). All that varies in shape is in the key, so a
+    program once compiled is never compiled again.
     """
 
     def __init__(
@@ -77,6 +77,7 @@ class Programs:
             "decode": jax.jit(decode, donate_argnums=(1, 2)),
             "write_row": jax.jit(device.write_row, donate_argnums=0),
             "stop_row": jax.jit(device.stop_row, donate_argnums=0),
+            "map_pages": jax.jit(device.map_pages, donate_argnums=0),
             "copy_pages": jax.jit(device.copy_pages, donate_argnums=0),
         }
         self._compiled: dict[Key, jax.stages.Compiled] = {}
@@ -115,6 +116,8 @@ class Programs:
                 return self._params, self._cache, self._state, _int32(rows), _int32()
             case ("copy_pages",):
                 return self._cache, _int32(self._num_starts), _int32(self._num_starts)
+            case ("map_pages",):
+                return self._state, _int32(self._num_starts, 3)
             case ("write_row",):
                 return self._state, _int32(), _int32(self._num_words)
             case _:

@@ -21,8 +21,9 @@ def make_requests(
     num_valid_ids: int,
     eos_ids: Sequence[int],
     max_logprobs: int,
+    priority: int = 0,
 ) -> tuple[Request, ...]:
-    """The `params.n` requests of one prompt: the first computes it, the others fork from that.
+    """The `params.n` requests of one prompt, which the first computes for all of them.
 
     They are called `name`, `name.1` and so on. Prompt log-probabilities are the first one's alone.
     Raises ValueError for token ids that do not exist and for parameters that cannot be applied.
@@ -36,12 +37,13 @@ def make_requests(
         params=params,
         seed=fresh_seed() if params.seed is None else params.seed,
         stop_ids=frozenset(params.stop_ids(eos_ids)),
+        priority=priority,
     )
     if params.prompt_logprobs is not None:
         first.prompt_logprobs.append(None)  # nothing comes before the first token
     alike = params.replace(prompt_logprobs=None)
     others = (
-        dataclasses.replace(first, id=f"{name}.{i}", params=alike, sample_index=i, fork_of=first)
+        dataclasses.replace(first, id=f"{name}.{i}", params=alike, sample_index=i)
         for i in range(1, params.n)
     )
     return (first, *others)

@@ -59,7 +59,7 @@ def engine(shared_engine):
     assert not shared_engine.has_work
     shared_engine.check_integrity()
     pool = shared_engine.scheduler.pool
-    assert sorted(pool._free) == list(range(CONFIG.num_pages))
+    assert pool.num_available == CONFIG.num_pages
     assert shared_engine.scheduler.is_idle
 
 
@@ -70,7 +70,7 @@ def alone(make_engine):
 
     def ask(prompt, params):
         (request,) = run(quiet, [(prompt, params)])
-        assert quiet.scheduler.pool.num_free == CONFIG.num_pages
+        assert quiet.scheduler.pool.num_available == CONFIG.num_pages
         return result(request)
 
     return ask

@@ -111,6 +111,15 @@ class PlainDevice:
     def stop_row(self, row):
         self._rows[row].remaining = 0
 
+    def map_pages(self, entries):
+        for row, index, page in entries:
+            if row < self.num_rows:
+                self._rows[row].table[index] = page
+
+    def copy_pages(self, sources, destinations):
+        kept = destinations < len(self._pages)
+        self._pages[destinations[kept]] = self._pages[sources[kept]]
+
     def prefill(self, chunks):
         assert chunks.tokens_BT.shape in self._prefill_shapes
         for b, (index, count) in enumerate(zip(chunks.rows_B, chunks.query_lens_B)):
@@ -118,7 +127,9 @@ class PlainDevice:
                 assert count == 0
                 continue
             row = self._rows[index]
-            assert chunks.context_lens_B[b] == row.length + count
+            start = chunks.context_lens_B[b] - count
+            assert start == row.length or row.length == 0, "goes on, or behind a shared beginning"
+            row.length = start
             for token in chunks.tokens_BT[b, :count]:
                 self._store(row, token)
         states = np.full(chunks.tokens_BT.shape, -1)
@@ -131,11 +142,12 @@ class PlainDevice:
         for b, index in enumerate(starts.rows_B):
             if index < self.num_rows:
                 row, at = self._rows[index], starts.index_B[b]
-                assert index == prefilled_N[at]
-                assert index not in prefilled_N[at + 1 :], "not the last token of its chunk"
-                assert starts.context_lens_B[b] == row.length
+                leader = self._rows[prefilled_N[at]]
+                assert prefilled_N[at] not in prefilled_N[at + 1 :], "not the end of its chunk"
+                row.length = starts.context_lens_B[b]
+                assert row.length == leader.length
                 row.remaining = starts.max_tokens_B[b]
-                tokens_B1[b] = self._produce(row)
+                tokens_B1[b] = self._produce(row, leader)
         return StepOutput(tokens_B1)
 
     def decode(self, rows_B, num_steps):
@@ -158,9 +170,10 @@ class PlainDevice:
         self._pages[row.table[page], slot] = token
         row.length += 1
 
-    def _produce(self, row):
-        size = self._pages.shape[1]
-        known = [self._pages[row.table[i // size], i % size] for i in range(row.length)]
+    def _produce(self, row, source=None):
+        """The next token of `row`, from the pages of `source` if not from its own."""
+        size, table = self._pages.shape[1], (source or row).table
+        known = [self._pages[table[i // size], i % size] for i in range(row.length)]
         row.newest = hashed(known)
         row.remaining = 0 if row.newest in row.stop_ids else row.remaining - 1
         return row.newest
