@@ -6,32 +6,25 @@ import dataclasses
 import itertools
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any
 
 from jaxinfer.compute.decoder import Decoder, Params
 from jaxinfer.compute.logits import LogitsHook
-from jaxinfer.compute.types import DecodeState, Logprobs, StepOutput
+from jaxinfer.compute.types import DecodeState, StepOutput
 from jaxinfer.config import EngineConfig, require
-from jaxinfer.engine.batching import (
-    copy_batch,
-    decode_batch,
-    map_batch,
-    num_scored,
-    prefill_batch,
-    request_row,
-    score_batch,
-    start_batch,
-)
+from jaxinfer.engine.batching import request_row
+from jaxinfer.engine.compiles import CompileCounter
+from jaxinfer.engine.dispatch import Underway, dispatch, take_scores
 from jaxinfer.engine.executor import Executor
 from jaxinfer.engine.logprobs import token_logprobs
+from jaxinfer.engine.metrics import Metrics
+from jaxinfer.engine.observer import Observer
 from jaxinfer.engine.programs import Progress
 from jaxinfer.engine.requests import make_requests
 from jaxinfer.sampling_params import SamplingParams
-from jaxinfer.sched import Chunk, Request, Scheduler, StepPlan, TokenLogprobs
-
-T = TypeVar("T")
+from jaxinfer.sched import Request, Scheduler, TokenLogprobs
 
 
 @dataclass(frozen=True)
@@ -46,18 +39,6 @@ class TokenOutput:
     new_ids: tuple[int, ...]
     finish_reason: str | None
     logprobs: tuple[TokenLogprobs, ...] = ()
-
-
-@dataclass(frozen=True)
-class _Underway:
-    """What the device is computing: outputs, each with the requests of its rows, and scores of
-    chunks, each with the index of its first hidden state.
-    """
-
-    outputs: tuple[StepOutput, ...]
-    requests: tuple[tuple[Request, ...], ...]
-    scores: tuple[Logprobs, ...] = ()
-    scored: tuple[tuple[int, Chunk], ...] = ()
 
 
 class Engine:
@@ -75,6 +56,7 @@ class Engine:
         logits_hook: pure `(logits_BV, sampling) -> logits_BV`, applied to the raw logits of every
             step.
         compile_ahead: compile every program now, instead of each when it is first needed.
+        strict_compile: with `compile_ahead`, a step that compiles anything raises RuntimeError.
         progress: called with (programs compiled, of how many).
     """
 
@@ -88,8 +70,14 @@ class Engine:
         num_valid_ids: int | None = None,
         logits_hook: LogitsHook | None = None,
         compile_ahead: bool = False,
+        strict_compile: bool = False,
         progress: Progress | None = None,
     ):
+        require(
+            compile_ahead or not strict_compile,
+            "strict_compile=True allows no program that is not compiled ahead. "
+            "Use compile_ahead=True too.",
+        )
         require(
             config.max_model_len <= model.config.max_position,
             f"max_model_len={config.max_model_len} exceeds the model's max_position="
@@ -104,6 +92,7 @@ class Engine:
         windows = model.config.windows
         window = max((w for w in windows if w), default=None) if all(windows) else None
         self.scheduler = Scheduler(config, window)
+        self.observer: Observer | None = None  # told of all work from then on, once it is set
         empty = Request(id="", prompt_ids=(), params=SamplingParams(temperature=0.0), seed=0)
         self._executor = Executor(
             model,
@@ -115,8 +104,10 @@ class Engine:
         )
         if compile_ahead:
             self._executor.compile(progress)
+        self._compiles, self._is_strict = CompileCounter(), strict_compile
+        self._metrics = Metrics()
         self._requests: dict[str, Request] = {}
-        self._underway: deque[_Underway] = deque()
+        self._underway: deque[Underway] = deque()
         self._ready: list[TokenOutput] = []
         self._failure: BaseException | None = None
         self._ids = itertools.count()
@@ -216,8 +207,14 @@ class Engine:
         num_before = len(self._underway)
         try:
             plan = self.scheduler.schedule(time.perf_counter())
-            self._update_rows(plan)
-            self._dispatch(plan)
+            with self._compiles.watching():
+                work = dispatch(self._executor, plan, self.config, self._row_of, self.observer)
+                self._underway.extend(work)
+            if self._is_strict and self._compiles.count:
+                raise RuntimeError(
+                    f"A step compiled {self._compiles.count} programs, and strict_compile=True "
+                    "allows none. Report what it was given, or use strict_compile=False."
+                )
         except BaseException as failure:
             # Host and device may disagree from here on.
             self._failure = failure
@@ -230,63 +227,56 @@ class Engine:
         assert ready or self._underway or not self.has_work or not plan.is_empty, "stuck"
         return ready
 
+    def metrics(self) -> dict[str, Any]:
+        """Numbers since the engine was made, by name; those of `Counters`, `Metrics`, and:
+
+        num_running, num_waiting: requests with and without a row. pages_total, pages_held,
+        pages_cached, pages_free. fetches: reads of results. wait_s: seconds that the host waited
+        for the device. compiles_after_warmup: programs that a step compiled; counted from the
+        first step on if nothing was compiled ahead.
+        """
+        scheduler, pool = self.scheduler, self.scheduler.pool
+        return {
+            **dataclasses.asdict(scheduler.counters),
+            **self._metrics.snapshot(),
+            "num_running": scheduler.num_running,
+            "num_waiting": scheduler.num_waiting,
+            "pages_total": pool.num_pages,
+            "pages_held": pool.num_held,
+            "pages_cached": pool.num_cached,
+            "pages_free": pool.num_free,
+            "fetches": self._executor.num_fetches,
+            "wait_s": self._executor.wait_s,
+            "compiles_after_warmup": self._compiles.count,
+        }
+
+    def update_params(self, params: Params) -> None:
+        """Returns None; every later step uses `params`, which stay the caller's: nothing is copied
+        or compiled.
+
+        They must have the tree, shapes, dtypes and shardings of the ones before; ValueError names
+        what differs, and nothing changes. Requests under way go on with the keys and values that
+        the old weights gave them; what begins after this shares none of those.
+        """
+        self._executor.update_params(params)
+        self.scheduler.reset_prefix_cache()
+
     def check_integrity(self) -> None:
         """Returns None if every page and row is held exactly once or free; AssertionError
         otherwise.
         """
         self.scheduler.check_integrity()
 
-    def _update_rows(self, plan: StepPlan) -> None:
-        """Stops the rows that lost their requests, writes those that got one, maps new pages."""
-        executor = self._executor
-        for row, _ in plan.preempted:
-            executor.stop_row(row)
-        for request in plan.admitted:
-            assert request.row is not None
-            executor.write_row(request.row, self._row_of(request))
-        for mapped in _batches(plan.mapped, executor.num_starts):
-            executor.map_pages(map_batch(mapped, executor.num_starts, executor.num_rows))
-
-    def _dispatch(self, plan: StepPlan) -> None:
-        executor = self._executor
-        if plan.shape is not None:
-            self._prefill(plan, plan.shape)
-        if plan.num_steps:
-            rows = [row for row, _ in plan.decode]
-            rows_B = decode_batch(rows, executor.decode_sizes, executor.num_rows)
-            requests = tuple(request for _, request in plan.decode)
-            output = _only_asked(executor.decode(rows_B, plan.num_steps), requests)
-            self._underway.append(_Underway((output,), (requests,)))
-
-    def _prefill(self, plan: StepPlan, shape: tuple[int, int]) -> None:
-        """Dispatches the prefill call, the scores of its chunks and the first tokens after it."""
-        executor, chunks = self._executor, plan.prefill
-        x_ND = executor.prefill(prefill_batch(chunks, shape, executor.num_rows))
-        scored = tuple((at * shape[1], c) for at, c in enumerate(chunks) if num_scored(c))
-        scores = tuple(
-            executor.score(x_ND, score_batch(chunk, index, self.config.max_model_len))
-            for index, chunk in scored
-        )
-        sizes = dict(num_starts=executor.num_starts, num_rows=executor.num_rows)
-        outputs, requests = [], []
-        for starts in _batches(plan.starts, executor.num_starts):
-            requests.append(tuple(request for _, request in starts))
-            output = executor.start(x_ND, start_batch(chunks, starts, shape, **sizes))
-            outputs.append(_only_asked(output, requests[-1]))
-        if outputs or scored:
-            self._underway.append(_Underway(tuple(outputs), tuple(requests), scores, scored))
-        for copies in _batches(plan.copies, executor.num_starts):
-            num_pages = self.config.cache.num_pages
-            executor.copy_pages(*copy_batch(copies, executor.num_starts, num_pages))
-
     def _read(self) -> None:
         """Makes the outputs of the oldest work under way ready; interrupted, it loses nothing."""
-        first = self._underway[0]
+        first, start = self._underway[0], time.perf_counter()
         outputs, scores = self._executor.fetch((first.outputs, first.scores))
+        if self.observer is not None:
+            self.observer.fetched(start)
         underway = self._underway.popleft()
         for (index, chunk), found in zip(underway.scored, scores, strict=True):
             if chunk.request.finish_reason is None:
-                _take_scores(chunk, index, found)
+                take_scores(chunk, index, found)
         for requests, output in zip(underway.requests, outputs, strict=True):
             self._take_tokens(requests, output)
 
@@ -295,10 +285,11 @@ class Engine:
         now = time.perf_counter()
         for b, request in enumerate(requests):
             new_ids = tuple(int(token) for token in output.tokens_BW[b] if token >= 0)
-            was_over = request.finish_reason is not None
+            was_over, last_token = request.finish_reason is not None, request.times.last_token
             reason = self.scheduler.update(request, new_ids, now)
             if was_over or not new_ids:
                 continue
+            self._metrics.observe(request, len(new_ids), last_token)
             num_top, logprobs = request.params.logprobs, []
             if num_top is not None:
                 assert output.logprobs is not None
@@ -316,26 +307,3 @@ class Engine:
             num_valid_ids=self.num_valid_ids,
             eos_ids=self.eos_ids,
         )
-
-
-def _batches(items: tuple[T, ...], size: int) -> Iterator[tuple[T, ...]]:
-    """The items in order, `size` or fewer at a time."""
-    return (items[start : start + size] for start in range(0, len(items), size))
-
-
-def _only_asked(output: StepOutput, requests: Sequence[Request]) -> StepOutput:
-    """What to fetch of `output`: log-probabilities only where a request asks for them."""
-    if any(request.params.logprobs is not None for request in requests):
-        return output
-    return dataclasses.replace(output, logprobs=None)
-
-
-def _take_scores(chunk: Chunk, index: int, found: Logprobs) -> None:
-    """Adds to the request what was found of the prompt tokens that follow those of `chunk`."""
-    request, first = chunk.request, chunk.start + 1
-    assert len(request.prompt_logprobs) >= first, f"{request.id}: scores before {first} are missing"
-    ids = request.prompt_ids[first : first + chunk.length]
-    num_top = request.params.prompt_logprobs
-    assert num_top is not None
-    scores = token_logprobs(found, slice(index, None), ids, num_top)
-    request.prompt_logprobs[first : first + len(ids)] = scores

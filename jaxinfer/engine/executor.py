@@ -14,7 +14,7 @@ from jaxinfer.compute.cache import init_cache
 from jaxinfer.compute.decoder import Decoder, Params
 from jaxinfer.compute.logits import LogitsHook
 from jaxinfer.compute.types import DecodeState, Logprobs, StepOutput
-from jaxinfer.config import EngineConfig
+from jaxinfer.config import EngineConfig, require
 from jaxinfer.engine import device
 from jaxinfer.engine.batching import decode_sizes
 from jaxinfer.engine.device import Chunks, Scored, Starts
@@ -75,6 +75,23 @@ class Executor:
         keys += [("write_row",), ("stop_row",)]
         self._programs.compile(keys, progress)
 
+    def update_params(self, params: Params) -> None:
+        """Returns None; later programs use `params`; ValueError if none was compiled for such."""
+        old, tree = jax.tree.flatten_with_path(self._params)
+        new, new_tree = jax.tree.flatten_with_path(params)
+        require(
+            tree == new_tree,
+            f"The new params are the tree {new_tree}, the old ones {tree}. Keep its structure.",
+        )
+        for (path, before), (_, after) in zip(old, new, strict=True):
+            kinds = [(x.shape, str(x.dtype), getattr(x, "sharding", None)) for x in (before, after)]
+            require(
+                kinds[0] == kinds[1],
+                f"The new params{jax.tree_util.keystr(path)} is {kinds[1]}, the old one "
+                f"{kinds[0]}. Keep shape, dtype and sharding.",
+            )
+        self._params = params
+
     def write_row(self, row: int, state: DecodeState) -> None:
         """Returns None; `row` now holds the one-row numpy `state`."""
         words = device.pack_row(state)
@@ -86,7 +103,7 @@ class Executor:
 
     def map_pages(self, entries_C3: np.ndarray) -> None:
         """Returns None; page tables hold (row, index, page) `[num_starts, 3]` where row is one."""
-        self._state = self._programs["map_pages",](self._state, entries_C3)
+        self._state = self._programs["map_pages",](self._state, jax.device_put(entries_C3))
 
     def prefill(self, chunks: Chunks) -> Array:
         """The hidden states `[N, D]` of the chunks' tokens, row by row; not waited for."""
