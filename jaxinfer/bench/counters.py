@@ -6,17 +6,32 @@ from dataclasses import dataclass
 
 from jaxinfer.engine.engine import Engine
 
+TOTALS = (
+    "prompt_tokens",
+    "cached_tokens",
+    "prefill_tokens",
+    "recomputed_tokens",
+    "padded_tokens",
+    "output_tokens",
+    "idle_row_steps",
+    "preempted",
+    "evicted_pages",
+    "fetches",
+    "compiles_after_warmup",
+)
+
 
 def engine_counters(engine: Engine) -> dict[str, float]:
-    """The running totals of `engine` since it was made, by name; only those that it keeps.
+    """The `TOTALS` of `Engine.metrics`, and two sums of them for `report`.
 
-    fetches: reads of results from the device. compiles: programs compiled. `report` also knows:
-    prefill_tokens and prefill_slots (tokens of prefill calls without and with padding),
-    decode_rows and decode_slots (rows of decode steps without and with idle ones),
-    prompt_tokens and cached_tokens (of admitted requests; found in the cache), preemptions.
+    prefill_slots and decode_slots: what prefill calls and rows of decode steps could have given;
+    prefill_tokens and output_tokens are what they gave.
     """
-    executor = engine._executor
-    return {"fetches": executor.num_fetches, "compiles": len(executor._programs._compiled)}
+    metrics = engine.metrics()
+    counters = {name: metrics[name] for name in TOTALS}
+    counters["prefill_slots"] = counters["prefill_tokens"] + counters["padded_tokens"]
+    counters["decode_slots"] = counters["output_tokens"] + counters["idle_row_steps"]
+    return counters
 
 
 @dataclass(frozen=True)
@@ -32,5 +47,5 @@ class Occupancy:
 def occupancy(engine: Engine, time_s: float, num_under_way: int) -> Occupancy:
     """That of `engine`, which has `num_under_way` requests, at `time_s`."""
     num_waiting, pool = engine.scheduler.num_waiting, engine.scheduler.pool
-    num_pages = pool.num_pages - pool.num_free
+    num_pages = pool.num_held
     return Occupancy(time_s, num_under_way - num_waiting, num_waiting, num_pages)

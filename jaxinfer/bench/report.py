@@ -14,7 +14,7 @@ PERCENTILES = (50, 90, 99)
 # Name -> how it follows from the counters that it takes.
 RATIOS: dict[str, tuple[tuple[str, str], Callable[[float, float], float]]] = {
     "prefill_padding": (("prefill_tokens", "prefill_slots"), lambda used, all: 1 - used / all),
-    "idle_decode_rows": (("decode_rows", "decode_slots"), lambda used, all: 1 - used / all),
+    "idle_decode_rows": (("output_tokens", "decode_slots"), lambda used, all: 1 - used / all),
     "cache_hit_rate": (("cached_tokens", "prompt_tokens"), lambda hit, all: hit / all),
 }
 

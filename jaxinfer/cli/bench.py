@@ -288,7 +288,7 @@ def measure(
     with contextlib.ExitStack() as stack:
         timeline = None
         if args.timeline is not None:
-            timeline = stack.enter_context(Timeline())
+            timeline = engine.observer = stack.enter_context(Timeline())
         result = replay(
             engine,
             requests,

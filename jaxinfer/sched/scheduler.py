@@ -66,6 +66,11 @@ class Scheduler:
         return len(self._waiting)
 
     @property
+    def num_running(self) -> int:
+        """Requests that hold a row."""
+        return len(self._running)
+
+    @property
     def is_idle(self) -> bool:
         """Whether every request is over."""
         return not self._requests

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 from jaxinfer import EngineConfig
+from jaxinfer.bench.counters import TOTALS
 
 
 class FakeClock:
@@ -36,11 +37,9 @@ class FakeEngine:
         self.sent, self.most = [], 0
         self.cut = set()  # prompts that end before their time
         self.scheduler = SimpleNamespace(
-            num_waiting=0, pool=SimpleNamespace(num_pages=num_pages, num_free=num_pages)
+            num_waiting=0, pool=SimpleNamespace(num_pages=num_pages, num_held=0)
         )
-        self._executor = SimpleNamespace(
-            num_fetches=3, _programs=SimpleNamespace(_compiled={"some": 1})
-        )
+        self.num_steps = 3
         self._clock = clock
         self._requests = []
 
@@ -57,6 +56,9 @@ class FakeEngine:
         self.most = max(self.most, len(self._requests))
         return request
 
+    def metrics(self):
+        return dict.fromkeys(TOTALS, 0) | {"fetches": self.num_steps, "num_running": 1}
+
     def step(self):
         running = self._requests[:2]
         for request in running:
@@ -64,7 +66,7 @@ class FakeEngine:
                 request.times.first_scheduled = self._clock.now
         self._clock.now += 1.0
         self.wait_s += 0.75
-        self._executor.num_fetches += 1
+        self.num_steps += 1
         outputs = []
         for request in running:
             is_first = request.num_left == request.params.max_tokens
@@ -78,5 +80,5 @@ class FakeEngine:
             if reason is not None:
                 self._requests.remove(request)
         self.scheduler.num_waiting = max(len(self._requests) - 2, 0)
-        self.scheduler.pool.num_free = self.scheduler.pool.num_pages - 3 * len(self._requests)
+        self.scheduler.pool.num_held = 3 * len(self._requests)
         return outputs

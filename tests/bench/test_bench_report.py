@@ -89,11 +89,11 @@ def test_ratios_follow_from_the_counters_that_are_there():
     counters = {
         "prefill_tokens": 75,
         "prefill_slots": 100,
-        "decode_rows": 3,
+        "output_tokens": 3,
         "decode_slots": 4,
         "prompt_tokens": 0,
         "cached_tokens": 0,
-        "preemptions": 2,
+        "preempted": 2,
     }
     found = summary(replay_of(*RECORDS, counters=counters))["engine"]
     # A trace without a prompt token that was admitted has no hit rate.

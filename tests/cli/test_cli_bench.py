@@ -1,6 +1,7 @@
 """`jaxinfer bench`: a tiny model serves a trace, and the figures are those of the trace."""
 
 import dataclasses
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -61,8 +62,11 @@ def test_a_trace_is_served_token_for_token(trace, tmp_path, capsys):
     assert found["output_tokens_per_s"] == pytest.approx(13 / found["duration_s"])
     assert found["ttft_ms"]["p50"] <= found["ttft_ms"]["p99"] <= 1e3 * found["duration_s"]
     assert 0 < found["device_share"] < 1
-    assert found["engine"]["compiles"] == 0, "something was compiled while the clock ran"
+    assert found["engine"]["compiles_after_warmup"] == 0, (
+        "something was compiled while the clock ran"
+    )
     check_counters(json.loads(timeline.read_text()))
+    check_work(json.loads(timeline.read_text()), sizes, found["duration_s"])
     assert "<svg" in plot.read_text()
 
 
@@ -77,6 +81,24 @@ def check_counters(trace):
     assert all(one["running"] <= 1 and one["waiting"] <= 1 for one in requests)
     assert {"running": 1, "waiting": 1} in requests
     assert requests[-1] == {"running": 0, "waiting": 0}
+
+
+def check_work(trace, sizes, duration_s):
+    work = [event for event in trace["traceEvents"] if "rows" in event["args"]]
+    num_tokens = {"prefill": 0, "decode": 0}
+    for event in work:
+        kind, shape = event["name"].split()
+        assert shape in {"prefill": ["1x16"], "decode": ["1x1", "1x2", "1x3", "1x4"]}[kind]
+        assert event["args"]["rows"] == 1
+        num_tokens[kind] += event["args"]["tokens"]
+    # The first token of each output is the prefill's.
+    assert num_tokens == {
+        "prefill": sum(num_prompt for num_prompt, _ in sizes),
+        "decode": sum(num_output - 1 for _, num_output in sizes),
+    }
+    times = [(event["ts"], event["ts"] + event["dur"]) for event in work]
+    assert all(end <= begin + 1e-3 for (_, end), (begin, _) in itertools.pairwise(times)), "overlap"
+    assert times[0][0] >= 0 and times[-1][0] <= 1e6 * duration_s
 
 
 @pytest.fixture
