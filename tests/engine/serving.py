@@ -128,7 +128,7 @@ class PlainDevice:
                 continue
             row = self._rows[index]
             start = chunks.context_lens_B[b] - count
-            assert start == row.length or row.length == 0, "goes on, or behind a shared beginning"
+            assert row.length in (start, 0), "goes on, or behind a shared beginning"
             row.length = start
             for token in chunks.tokens_BT[b, :count]:
                 self._store(row, token)
