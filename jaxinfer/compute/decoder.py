@@ -14,6 +14,7 @@ from jax import Array, lax
 from jaxinfer.compute.attention import Attention
 from jaxinfer.compute.layers import ACTIVATIONS, MLP, matmul, residual_norm, soft_cap
 from jaxinfer.compute.rope import rope_phases
+from jaxinfer.compute.tiles import map_tiles
 from jaxinfer.compute.types import KVCache
 from jaxinfer.config import ModelConfig, require
 from pallas_kernels.paged_attention import IMPLEMENTATIONS
@@ -57,10 +58,12 @@ class Decoder:
     Attributes:
         config: the model.
         attention: the backend of `pallas_kernels.paged_attention`; None lets the platform choose.
+        batch_invariant: compute every token as one row of a tile of fixed shape, see `tiles`.
     """
 
     config: ModelConfig
     attention: str | None = None
+    batch_invariant: bool = False
 
     def __post_init__(self):
         require(
@@ -112,7 +115,36 @@ class Decoder:
         context_lens_B: Array,
         query_lens_B: Array,
     ) -> tuple[KVCache, Array]:
-        """`(cache, x_BTD)`: the tokens' keys and values written, and their final hidden states."""
+        """`(cache, x_BTD)`: the tokens' keys and values written, and their final hidden states.
+
+        Of tokens from `query_lens_B` on the states mean nothing.
+        """
+        compute = self._tile_by_tile if self.batch_invariant else self._compute
+        return compute(params, cache, tokens_BT, page_table_BM, context_lens_B, query_lens_B)
+
+    def _tile_by_tile(
+        self, params, cache, tokens_BT, page_table_BM, context_lens_B, query_lens_B
+    ) -> tuple[KVCache, Array]:
+        """As `_compute`, each token a row of its own that attends to what is in the pages."""
+        B, T = tokens_BT.shape
+        steps_T = jnp.arange(T, dtype=jnp.int32)
+        context_BT = (context_lens_B - query_lens_B)[:, None] + steps_T + 1
+
+        def compute(cache: KVCache, tokens: tuple[Array, ...], active_N: Array):
+            token_N, context_N, table_NM = tokens
+            lens = context_N, active_N.astype(jnp.int32)
+            cache, x_N1D = self._compute(params, cache, token_N[:, None], table_NM, *lens)
+            return cache, x_N1D[:, 0]
+
+        tokens = tokens_BT.reshape(-1), context_BT.reshape(-1), jnp.repeat(page_table_BM, T, axis=0)
+        x_ND = jnp.zeros((B * T, self.config.hidden_size), jnp.float32)
+        active_BT = steps_T < query_lens_B[:, None]
+        cache, x_ND = map_tiles(compute, cache, tokens, x_ND, active_BT.reshape(-1))
+        return cache, x_ND.reshape(B, T, -1)
+
+    def _compute(
+        self, params, cache, tokens_BT, page_table_BM, context_lens_B, query_lens_B
+    ) -> tuple[KVCache, Array]:
         c = self.config
         x_BTD = self._embed(params, tokens_BT)
         steps_T = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)

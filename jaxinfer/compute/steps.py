@@ -16,6 +16,7 @@ from jaxinfer.compute.decoder import Decoder, Params
 from jaxinfer.compute.logits import LogitsHook
 from jaxinfer.compute.logprobs import init_logprobs, token_logprobs
 from jaxinfer.compute.sampling import advance, draw
+from jaxinfer.compute.tiles import map_tiles
 from jaxinfer.compute.types import (
     DecodeState,
     KVCache,
@@ -46,16 +47,18 @@ def prefill_step(
     cache, x_BTD = prefill_hidden(model, params, cache, batch)
     last_B = jnp.maximum(batch.query_lens_B - 1, 0)
     x_BD = jnp.take_along_axis(x_BTD, last_B[:, None, None], axis=1)[:, 0]
-    logits_BV = model.unembed(params, x_BD)
-    output = sample_active(
-        logits_BV,
+    output = sample_next(
+        model,
+        params,
+        x_BD,
         sampling,
         batch.query_lens_B > 0,
         batch.context_lens_B,
         logits_hook=logits_hook,
+        return_logits=return_logits,
         max_logprobs=max_logprobs,
     )
-    return cache, dataclasses.replace(output, logits_BV=logits_BV if return_logits else None)
+    return cache, output
 
 
 def prefill_hidden(
@@ -98,32 +101,55 @@ def start_decode(
     )
 
 
-def sample_active(
-    logits_BV: Array,
+def sample_next(
+    model: Decoder,
+    params: Params,
+    x_BD: Array,
     sampling: SamplingState,
     active_B: Array,
     positions_B: Array,
     *,
     logits_hook: LogitsHook | None = None,
+    return_logits: bool = False,
     max_logprobs: int | None = None,
 ) -> StepOutput:
-    """The next token of each active row, as `sample` draws it, W = 1; -1 for the others.
+    """The token that follows final hidden state `x_BD` of each active row, as `sample` draws it, W
+    = 1; -1 for the others.
 
-    Those are made greedy and ask for nothing, so that the sampler does no work for them.
+    With `max_logprobs` as in `prefill_step`. Logits of rows that are not active mean nothing.
     """
-    sampling = dataclasses.replace(
-        sampling,
-        temperature_B=jnp.where(active_B, sampling.temperature_B, 0.0),
-        asks_logprobs_B=sampling.asks_logprobs_B & active_B,
-    )
-    tokens_B, drawn_from = draw(logits_BV, sampling, positions_B, logits_hook=logits_hook)
-    logprobs = None
-    if max_logprobs is not None:
-        logprobs = token_logprobs(
-            logits_BV, tokens_B, drawn_from, sampling, max_logprobs=max_logprobs
+
+    def compute(x_BD: Array, sampling: SamplingState, positions_B: Array, active_B: Array):
+        logits_BV = model.unembed(params, x_BD)
+        # Rows made greedy that ask for nothing make no work for the sampler.
+        sampling = dataclasses.replace(
+            sampling,
+            temperature_B=jnp.where(active_B, sampling.temperature_B, 0.0),
+            asks_logprobs_B=sampling.asks_logprobs_B & active_B,
         )
-        logprobs = jax.tree.map(lambda leaf: leaf[:, None], logprobs)
-    return StepOutput(jnp.where(active_B, tokens_B, -1)[:, None], logprobs=logprobs)
+        tokens_B, drawn_from = draw(logits_BV, sampling, positions_B, logits_hook=logits_hook)
+        logprobs = None
+        if max_logprobs is not None:
+            logprobs = token_logprobs(
+                logits_BV, tokens_B, drawn_from, sampling, max_logprobs=max_logprobs
+            )
+            logprobs = jax.tree.map(lambda leaf: leaf[:, None], logprobs)
+        tokens_B1 = jnp.where(active_B, tokens_B, -1)[:, None]
+        return StepOutput(tokens_B1, logits_BV if return_logits else None, logprobs)
+
+    if not model.batch_invariant:
+        return compute(x_BD, sampling, positions_B, active_B)
+    rows = x_BD, sampling, positions_B
+    shape = (x_BD.shape[0], 1)
+    nothing = StepOutput(
+        jnp.full(shape, -1, jnp.int32),
+        jnp.zeros((shape[0], model.config.vocab_size)) if return_logits else None,
+        None if max_logprobs is None else init_logprobs(shape, max_logprobs),
+    )
+    _, output = map_tiles(
+        lambda _, rows, active_B: (None, compute(*rows, active_B)), None, rows, nothing, active_B
+    )
+    return output
 
 
 def is_stop(tokens_B: Array, sampling: SamplingState) -> Array:
@@ -151,13 +177,15 @@ def decode_step(
         context_lens_B = state.context_lens_B + step_B
         tokens_B1 = jnp.maximum(state.tokens_B, 0)[:, None]
         cache, x_B1D = model(params, cache, tokens_B1, state.page_table_BM, context_lens_B, step_B)
-        logits_BV = model.unembed(params, x_B1D[:, 0])
-        output = sample_active(
-            logits_BV,
+        output = sample_next(
+            model,
+            params,
+            x_B1D[:, 0],
             state.sampling,
             active_B,
             context_lens_B,
             logits_hook=logits_hook,
+            return_logits=return_logits,
             max_logprobs=max_logprobs,
         )
         sampled_B = output.tokens_BW[:, 0]
@@ -169,7 +197,6 @@ def decode_step(
             page_table_BM=state.page_table_BM,
             sampling=advance(state.sampling, sampled_B, active_B),
         )
-    output = dataclasses.replace(output, logits_BV=logits_BV if return_logits else None)
     return cache, state, output
 
 

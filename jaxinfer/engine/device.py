@@ -18,7 +18,7 @@ from jax import lax
 from jaxinfer.compute.decoder import Decoder, Params
 from jaxinfer.compute.logits import LogitsHook
 from jaxinfer.compute.scoring import score_prompt
-from jaxinfer.compute.steps import decode_window, prefill_hidden, sample_active, start_decode
+from jaxinfer.compute.steps import decode_window, prefill_hidden, sample_next, start_decode
 from jaxinfer.compute.types import (
     Array,
     DecodeState,
@@ -210,8 +210,10 @@ def start_rows(
     """`(state, output)`: the rows ready to decode, and their first tokens; -1 for padding."""
     rows = _take_rows(state, starts.rows_B)
     rows = dataclasses.replace(rows, context_lens_B=starts.context_lens_B)
-    output = sample_active(
-        model.unembed(params, x_ND.at[starts.index_B].get(mode="clip")),
+    output = sample_next(
+        model,
+        params,
+        x_ND.at[starts.index_B].get(mode="clip"),
         rows.sampling,
         starts.rows_B < state.tokens_B.shape[0],
         rows.context_lens_B,
