@@ -21,7 +21,7 @@ from jaxinfer import Engine, checkpoint, compute
 from jaxinfer.cli import main, make_parser
 from jaxinfer.config import RopeConfig
 from jaxinfer.engine.outputs import CompletionOutput, RequestMetrics
-from jaxinfer.models import FAMILIES, NAMED_SHAPES, family_of
+from jaxinfer.models import NAMED_SHAPES, family_of
 
 from .documents import DOCS, NAME, README, ROOT, Command, blocks, commands, run_python, write_model
 
@@ -230,14 +230,3 @@ def test_the_leaves_of_the_params():
     told = [(name.replace(".i.", ".0."), tuple(eval(shape, names))) for name, shape in rows]
     leaves = family_of(config).weights(config)
     assert told == [(".".join(map(str, leaf.path)), leaf.shape) for leaf in leaves]
-
-
-def test_every_family_is_named():
-    text = (ROOT / "docs" / "checkpoints.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| (\w+) \| (`.*?`) \| (`.*?`|-) \|", text, re.MULTILINE)
-
-    def code(names: tuple[str, ...]) -> str:
-        return ", ".join(f"`{name}`" for name in names) or "-"
-
-    told = [(f.name, code(f.model_types), code(f.gguf_architectures)) for f in FAMILIES]
-    assert rows == told
