@@ -83,6 +83,9 @@ class Engine:
             f"max_model_len={config.max_model_len} exceeds the model's max_position="
             f"{model.config.max_position}. Lower max_model_len.",
         )
+        # What the rotary embedding is chosen for: the longest context that there can be.
+        longest = dataclasses.replace(model.config, max_position=config.max_model_len)
+        model = dataclasses.replace(model, config=longest)
         if config.kv_dtype is None:
             config = dataclasses.replace(config, kv_dtype=str(params["embed"]["weight"].dtype))
         self.config = config
