@@ -172,7 +172,7 @@ class Engine:
         taken = [request.id for request in samples if request.id in self._requests]
         require(
             not taken,
-            f"A request {', '.join(taken)} was added before. Give each an id of its own.",
+            f"Request {taken and taken[0]!r} was added before. Give each request an id of its own.",
         )
         for request in samples:
             self.scheduler.add(request, time.perf_counter())
