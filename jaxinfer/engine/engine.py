@@ -240,7 +240,8 @@ class Engine:
         """
         scheduler, pool = self.scheduler, self.scheduler.pool
         return {
-            **dataclasses.asdict(scheduler.counters),
+            **vars(scheduler.counters),
+            "finished": dict(scheduler.counters.finished),
             **self._metrics.snapshot(),
             "num_running": scheduler.num_running,
             "num_waiting": scheduler.num_waiting,
