@@ -120,7 +120,8 @@ class ModelConfig:
         attention_soft_cap, logits_soft_cap: `cap * tanh(x / cap)` of scores and of logits.
         embedding_scale, residual_scale, logits_scale: what embeddings, the outputs of attention and
             MLP, and logits are multiplied by.
-        max_position: the longest context the model was made for.
+        max_position: the longest context that is to be used, at most what the model was made for.
+            LongRoPE's factors follow from it; an engine sets it to its max_model_len.
         bos_id: what begins a text, if anything; eos_ids: the ids that end one.
     """
 

@@ -83,6 +83,9 @@ class Engine:
             f"max_model_len={config.max_model_len} exceeds the model's max_position="
             f"{model.config.max_position}. Lower max_model_len.",
         )
+        # What the rotary embedding is chosen for: the longest context that there can be.
+        longest = dataclasses.replace(model.config, max_position=config.max_model_len)
+        model = dataclasses.replace(model, config=longest)
         if config.kv_dtype is None:
             config = dataclasses.replace(config, kv_dtype=str(params["embed"]["weight"].dtype))
         self.config = config
@@ -169,7 +172,7 @@ class Engine:
         taken = [request.id for request in samples if request.id in self._requests]
         require(
             not taken,
-            f"A request {', '.join(taken)} was added before. Give each an id of its own.",
+            f"Request {taken and taken[0]!r} was added before. Give each request an id of its own.",
         )
         for request in samples:
             self.scheduler.add(request, time.perf_counter())
@@ -237,7 +240,8 @@ class Engine:
         """
         scheduler, pool = self.scheduler, self.scheduler.pool
         return {
-            **dataclasses.asdict(scheduler.counters),
+            **vars(scheduler.counters),
+            "finished": dict(scheduler.counters.finished),
             **self._metrics.snapshot(),
             "num_running": scheduler.num_running,
             "num_waiting": scheduler.num_waiting,

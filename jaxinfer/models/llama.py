@@ -1,4 +1,4 @@
-"""The Llama family: its configuration from either kind of file, and where its weights stand."""
+"""The Llama family, which SmolLM2 is of: a norm before attention and MLP, one rotary embedding."""
 
 from __future__ import annotations
 

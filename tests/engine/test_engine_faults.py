@@ -18,9 +18,10 @@ JOBS = [(prompt_of(n), SamplingParams(seed=n, max_tokens=9)) for n in (1, 33, 16
 
 
 def poison(engine):
-    """Fills every slot of the cache that holds no token with NaN."""
+    """Fills every slot of the cache that holds no token, of a request or to share, with NaN."""
     used = np.zeros((CONFIG.num_pages, CONFIG.page_size), bool)
-    for request in engine.scheduler._running.values():
+    used[list(engine.scheduler.pool._cached)] = True
+    for request in engine.scheduler._running:
         for position in range(request.num_computed):
             page, slot = divmod(position, CONFIG.page_size)
             used[request.pages[page], slot] = True

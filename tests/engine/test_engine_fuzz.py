@@ -63,7 +63,7 @@ def test_300_mixed_requests_equal_their_solo_runs(make_engine):
             engine.check_integrity()
     drain(engine)
 
-    assert most_waiting > 20
+    assert most_waiting > 10
     assert {Status.WAITING, Status.PREFILL, Status.DECODE} == set(cancelled_as)
     assert engine.scheduler.pool.num_available == CONFIG.num_pages
     quiet, reasons = make_engine(), []

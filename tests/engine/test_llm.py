@@ -331,7 +331,7 @@ def test_closing_ends_streams_as_cancelled(make_llm):
         stream = llm.stream("hi", SCRIPTED.replace(max_tokens=40))
         next(stream)
     assert_idle(llm)
-    assert stream._answer.request.finish_reason == "cancelled"
+    assert stream._answer.requests[0].finish_reason == "cancelled"
     assert list(stream) == []
 
 
@@ -347,7 +347,7 @@ def test_no_seed_gives_another_one_each_time_and_reports_it(llm):
 def test_tokens_left_by_an_interrupted_step_do_not_disturb_what_comes_after(llm):
     stream = llm.stream("hi", SCRIPTED)
     next(stream)
-    llm._engine._ready.append(TokenOutput(stream._answer.request, (SCRIPT[1],), None))
+    llm._engine._ready.append(TokenOutput(stream._answer.requests[0], (SCRIPT[1],), None))
     stream.close()
     (output,) = llm.generate("hi", SCRIPTED.replace(max_tokens=3))
     assert output.outputs[0].token_ids == SCRIPT[:3]

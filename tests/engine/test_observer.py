@@ -36,7 +36,8 @@ def test_each_prefill_call_and_each_window_is_told_with_its_padding(make_engine)
     assert all(work.shape in engine.scheduler.shapes for work in prefill)
     assert all(work.num_tokens <= work.shape[0] * work.shape[1] for work in prefill)
     # 3 tokens of each are a window's; the first is the prefill's.
-    assert sum(work.num_tokens for work in decode) == 6
+    # A window may be longer than what one of its rows has left.
+    assert sum(work.num_tokens for work in decode) >= 6
     assert all(work.num_tokens == work.num_rows * work.shape[1] for work in decode)
     assert all(work.shape[0] in (1, 4, CONFIG.max_num_seqs) for work in decode)
     assert recorder.starts == sorted(recorder.starts)
@@ -50,7 +51,8 @@ def test_an_engine_goes_on_as_before_once_nobody_observes_it(make_engine):
     engine.add_request(prompt_of(5), GREEDY.replace(max_tokens=2, ignore_eos=True))
     drain(engine)
     told = list(recorder.works)
-    assert told == [Work("prefill", (1, 16), 1, 5), Work("decode", (1, 1), 1, 1)]
+    shape = min(engine.scheduler.shapes)
+    assert told == [Work("prefill", shape, 1, 5), Work("decode", (1, 1), 1, 1)]
     engine.observer = None
     engine.add_request(prompt_of(5), GREEDY.replace(max_tokens=2))
     drain(engine)

@@ -92,9 +92,9 @@ def test_refused_where_one_request_is_meant(engine):
     with pytest.raises(ValueError, match=r"n=2 asks for several requests. Use add_samples."):
         engine.add_request([5], GREEDY.replace(n=2))
     engine.add_request([5], GREEDY, request_id="a.1")
-    with pytest.raises(ValueError, match=r"A request a.1 was added before"):
+    with pytest.raises(ValueError, match=r"Request 'a.1' was added before"):
         engine.add_samples([5], GREEDY.replace(n=2), request_id="a")
-    assert not engine.scheduler._get("a")
+    assert engine.scheduler.num_waiting == 1
     drain(engine)
 
 
