@@ -15,10 +15,8 @@ from jaxinfer.compute.decoder import Decoder, Params
 from jaxinfer.compute.logits import LogitsHook
 from jaxinfer.compute.logprobs import init_logprobs, pick_logprobs, raw_log_weights
 from jaxinfer.compute.sampling import distribution
+from jaxinfer.compute.tiles import TILE, map_tiles
 from jaxinfer.compute.types import Logprobs, SamplingState
-
-# Hidden states unembedded at once: enough for one read of the head to serve many of them.
-SLICE = 16
 
 
 def score_prompt(
@@ -44,19 +42,14 @@ def score_prompt(
     penalised.
     """
     N, S = x_ND.shape[0], tokens_S.shape[0]
-    width = min(SLICE, N)
     vocab = sampling.counts_BV.shape[1]
     ids_S = jnp.where(tokens_S < 0, vocab, tokens_S)
     first_V = jnp.full(vocab, S, jnp.int32)
     first_V = first_V.at[ids_S].min(jnp.arange(S, dtype=jnp.int32), mode="drop")
-    row = _broadcast(sampling, width)
+    row = _broadcast(sampling, TILE)
 
-    def score_slice(i: Array, found: Logprobs) -> Logprobs:
-        # The last slice ends with the last state and may repeat some of the one before.
-        at = jnp.minimum(index + i * width, N - width)
-        x_BD = lax.dynamic_slice_in_dim(x_ND, at, width)
-        steps_B = jnp.arange(width, dtype=jnp.int32)
-        next_B = jnp.clip(start + at - index + steps_B + 1, 0, S - 1)
+    def score_tile(_: None, states: tuple[Array, Array], active_B: Array):
+        x_BD, next_B = states
         logits_BV = model.unembed(params, x_BD)
 
         def processed() -> Array:
@@ -68,13 +61,13 @@ def score_prompt(
             sampling.processed_logprobs_B[0], processed, lambda: raw_log_weights(logits_BV, row)
         )
         tokens_B = jnp.maximum(tokens_S[next_B], 0)
-        some = pick_logprobs(weights_BV, tokens_B, max_logprobs=max_logprobs)
-        return jax.tree.map(
-            lambda all_N, some_B: lax.dynamic_update_slice_in_dim(all_N, some_B, at, 0), found, some
-        )
+        return None, pick_logprobs(weights_BV, tokens_B, max_logprobs=max_logprobs)
 
-    num_slices = (length + width - 1) // width
-    return lax.fori_loop(0, num_slices, score_slice, init_logprobs((N,), max_logprobs))
+    steps_N = jnp.arange(N, dtype=jnp.int32) - index
+    states = x_ND, jnp.clip(start + steps_N + 1, 0, S - 1)
+    nothing = init_logprobs((N,), max_logprobs)
+    is_scored_N = (steps_N >= 0) & (steps_N < length)
+    return map_tiles(score_tile, None, states, nothing, is_scored_N)[1]
 
 
 def _broadcast(sampling: SamplingState, num_rows: int) -> SamplingState:
