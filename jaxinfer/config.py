@@ -265,6 +265,8 @@ class EngineConfig:
             prefill; None: a whole chunk beside all rows.
         policy: "fcfs": first come, first served; "priority": requests of lower priority first.
         max_overtakes: later requests that may get their row before a waiting one, by priority.
+        batch_invariant: give a request bitwise the same tokens and log-probabilities whatever else
+            is computed and in whatever chunks; on CPU, and slower.
     """
 
     max_model_len: int = 2048
@@ -279,6 +281,7 @@ class EngineConfig:
     token_budget: int | None = None
     policy: str = "fcfs"
     max_overtakes: int = 100
+    batch_invariant: bool = False
 
     POLICIES = ("fcfs", "priority")
 

@@ -89,6 +89,7 @@ ENGINE_OPTIONS = (
     Option("max_window", int, "most decode steps between two looks of the host"),
     Option("max_logprobs", int, "most likely tokens that --logprobs may ask for"),
     Option("attention", str, "attention backend (default: by platform)", metavar="NAME"),
+    Option("batch_invariant", None, "the same bits whatever else is computed; on CPU, and slower"),
 )
 
 SAMPLING_OPTIONS = (

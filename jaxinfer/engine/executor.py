@@ -42,7 +42,9 @@ class Executor:
         logits_hook: LogitsHook | None = None,
     ):
         self.num_rows = config.max_num_seqs
-        self.decode_sizes = decode_sizes(config.max_num_seqs)
+        sizes = decode_sizes(config.max_num_seqs)
+        # Tile by tile a step costs what its active rows cost, whatever the size.
+        self.decode_sizes = sizes[-1:] if config.batch_invariant else sizes
         self.num_starts = max(rows for rows, _ in prefill_shapes)
         self.num_fetches = 0
         self.wait_s = 0.0  # seconds that the host has waited for the device

@@ -47,6 +47,8 @@ class LLM:
         max_window: most decode steps between two looks of the host.
         max_logprobs: most likely tokens whose log-probabilities a request may ask for; at most 128.
         attention: a backend of `pallas_kernels.paged_attention` by name; None: the platform's.
+        batch_invariant: give a prompt bitwise the same tokens and log-probabilities whatever else
+            is computed; on CPU, and slower.
         logits_hook: pure `(logits_BV, sampling_state) -> logits_BV`, applied first at every step.
         compile_ahead: compile every program now, rather than each when it is first needed. Compiled
             programs are kept on disk, in JAX's persistent compilation cache.
@@ -70,6 +72,7 @@ class LLM:
         max_window: int = 8,
         max_logprobs: int = 20,
         attention: str | None = None,
+        batch_invariant: bool = False,
         logits_hook: LogitsHook | None = None,
         compile_ahead: bool = False,
         progress: Report | None = None,
@@ -91,6 +94,7 @@ class LLM:
             max_window=max_window,
             max_logprobs=max_logprobs,
             kv_dtype=kv_dtype or dtype,
+            batch_invariant=batch_invariant,
         )
         self.tokenizer = _tokenizer_of(checkpoint)
         keep_compiled_programs()

@@ -99,7 +99,7 @@ def test_every_engine_option_reaches_its_keyword():
     args = parse(
         *("--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "4"),
         *("--page-size", "16", "--num-pages", "99", "--attention", "reference"),
-        *("--max-logprobs", "40"),
+        *("--max-logprobs", "40", "--batch-invariant"),
     )
     assert engine_keywords(args) == {
         "compile_ahead": True,
@@ -110,6 +110,7 @@ def test_every_engine_option_reaches_its_keyword():
         "num_pages": 99,
         "attention": "reference",
         "max_logprobs": 40,
+        "batch_invariant": True,
     }
 
 
