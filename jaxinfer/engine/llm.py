@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxinfer.checkpoint import load_params, open_checkpoint, resolve
 from jaxinfer.checkpoint.loading import Checkpoint
-from jaxinfer.compute.decoder import Decoder
+from jaxinfer.compute.decoder import Decoder, Params
 from jaxinfer.compute.logits import LogitsHook
 from jaxinfer.config import EngineConfig, require
 from jaxinfer.engine.answer import Answer
@@ -46,6 +46,7 @@ class LLM:
             it.
         max_window: most decode steps between two looks of the host.
         max_logprobs: most likely tokens whose log-probabilities a request may ask for; at most 128.
+        prefix_cache: whether requests share the pages of equal beginnings.
         attention: a backend of `pallas_kernels.paged_attention` by name; None: the platform's.
         logits_hook: pure `(logits_BV, sampling_state) -> logits_BV`, applied first at every step.
         compile_ahead: compile every program now, rather than each when it is first needed. Compiled
@@ -69,6 +70,7 @@ class LLM:
         prefill_chunk: int = 512,
         max_window: int = 8,
         max_logprobs: int = 20,
+        prefix_cache: bool = True,
         attention: str | None = None,
         logits_hook: LogitsHook | None = None,
         compile_ahead: bool = False,
@@ -90,6 +92,7 @@ class LLM:
             prefill_chunk=prefill_chunk,
             max_window=max_window,
             max_logprobs=max_logprobs,
+            prefix_cache=prefix_cache,
             kv_dtype=kv_dtype or dtype,
         )
         self.tokenizer = _tokenizer_of(checkpoint)
@@ -119,6 +122,14 @@ class LLM:
         """
         for answer in list(self._answers.values()):
             self._cancel(answer)
+
+    def metrics(self) -> dict[str, Any]:
+        """What was counted since the start: see `Engine.metrics`."""
+        return self._engine.metrics()
+
+    def update_params(self, params: Params) -> None:
+        """Returns None; later steps use `params`, in place: see `Engine.update_params`."""
+        self._engine.update_params(params)
 
     def generate(
         self,
