@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 
 import jax
 import numpy as np
 import pytest
 
-from jaxinfer import LLM, Engine
+from jaxinfer import LLM, AsyncLLM, Engine
 from jaxinfer.compute import generate, make_sampling_state
 
 from .serving import CONFIG, EOS, V, result, run, script, widen
+from .streaming import LONG, assert_quiet
 from .texts import assert_idle, save_model
 
 
@@ -157,3 +159,25 @@ def llm(shared_llm):
     """An idle `LLM`; each test must leave nothing behind."""
     yield shared_llm
     assert_idle(shared_llm)
+
+
+@pytest.fixture(scope="session")
+def make_async_llm(open_model):
+    """A function that makes an `AsyncLLM`."""
+    return functools.partial(open_model, AsyncLLM)
+
+
+@pytest.fixture(scope="session")
+def shared_async_llm(make_async_llm):
+    llm = make_async_llm()
+    yield llm
+    asyncio.run(llm.close())
+    llm._worker._thread.join(LONG)
+    assert not llm._worker._thread.is_alive()
+
+
+@pytest.fixture
+def async_llm(shared_async_llm):
+    """An idle `AsyncLLM`, the same in every test, and so in many event loops."""
+    yield shared_async_llm
+    assert_quiet(shared_async_llm)
