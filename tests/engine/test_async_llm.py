@@ -216,7 +216,7 @@ def test_a_name_is_of_one_request_at_a_time(async_llm):
         with held(async_llm):
             stream = async_llm.generate("hi", ENDLESS.replace(n=3), request_id="a")
             for taken in ("a", "a.2"):
-                with pytest.raises(ValueError, match=f"A request {taken} was added before"):
+                with pytest.raises(ValueError, match=f"Request {taken!r} was added before"):
                     async_llm.generate("ho", request_id=taken)
         await stream.aclose()
         await settle(async_llm)
