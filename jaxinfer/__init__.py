@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from jaxinfer import compute
     from jaxinfer.checkpoint.loading import load
     from jaxinfer.config import CacheConfig, EngineConfig, ModelConfig
+    from jaxinfer.engine.async_llm import AsyncLLM
     from jaxinfer.engine.engine import Engine
     from jaxinfer.engine.llm import LLM
     from jaxinfer.engine.outputs import RequestOutput
@@ -22,6 +23,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CacheConfig",
     "Engine",
     "EngineConfig",
@@ -36,6 +38,7 @@ __all__ = [
 # Where each public name lives; `compute` is a package, not a name in one.
 _HOMES = {
     "LLM": "jaxinfer.engine.llm",
+    "AsyncLLM": "jaxinfer.engine.async_llm",
     "CacheConfig": "jaxinfer.config",
     "Engine": "jaxinfer.engine.engine",
     "EngineConfig": "jaxinfer.config",

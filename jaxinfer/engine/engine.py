@@ -24,7 +24,7 @@ from jaxinfer.engine.logprobs import token_logprobs
 from jaxinfer.engine.metrics import Metrics
 from jaxinfer.engine.observer import Observer
 from jaxinfer.engine.programs import Progress
-from jaxinfer.engine.requests import make_requests
+from jaxinfer.engine.requests import make_requests, require_new
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.sched import Request, Scheduler, TokenLogprobs
 
@@ -169,6 +169,22 @@ class Engine:
         `request_id`, `request_id.1` and so on; the first alone has prompt log-probabilities. Raises
         as `add_request` does.
         """
+        samples = self.make_samples(prompt_ids, params, request_id=request_id, priority=priority)
+        self.add(samples)
+        return samples
+
+    def make_samples(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+    ) -> tuple[Request, ...]:
+        """What `add_samples` would add, checked as it does but for the name; they have arrived now.
+
+        It reads nothing that a step changes: with a `request_id`, any thread may call it.
+        """
         free_names = (name for name in map(str, self._ids) if name not in self._requests)
         samples = make_requests(
             next(free_names) if request_id is None else request_id,
@@ -179,15 +195,20 @@ class Engine:
             max_logprobs=self.config.max_logprobs,
             priority=priority,
         )
-        taken = [request.id for request in samples if request.id in self._requests]
-        require(
-            not taken,
-            f"Request {taken and taken[0]!r} was added before. Give each request an id of its own.",
-        )
+        self.scheduler.check(samples[0])
+        now = time.perf_counter()
         for request in samples:
-            self.scheduler.add(request, time.perf_counter())
-            self._requests[request.id] = request
+            request.times.arrival = now
         return samples
+
+    def add(self, samples: Sequence[Request]) -> None:
+        """Returns None; `samples`, of `make_samples`, wait for their turn. ValueError, and nothing
+        changes, if one of their names is that of a request under way.
+        """
+        require_new(samples, self._requests)
+        for request in samples:
+            self.scheduler.add(request, request.times.arrival)
+            self._requests[request.id] = request
 
     def cancel(self, request_id: str) -> None:
         """Returns None; the request, if not over, ends as "cancelled"; its pages are free."""

@@ -143,7 +143,7 @@ class Executor:
     def _on_device(self, rows_B: np.ndarray) -> Array:
         """`rows_B` there; while the same rows decode on, nothing is sent."""
         if self._decoding is None or not np.array_equal(self._decoding[0], rows_B):
-            self._decoding = rows_B, jnp.asarray(rows_B)
+            self._decoding = rows_B, jax.device_put(rows_B)
         return self._decoding[1]
 
     def fetch(self, results: T) -> T:

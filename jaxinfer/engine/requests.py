@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import numpy as np
 
@@ -47,6 +47,15 @@ def make_requests(
         for i in range(1, params.n)
     )
     return (first, *others)
+
+
+def require_new(samples: Sequence[Request], under_way: Container[str]) -> None:
+    """Returns None, or raises ValueError if one of the names is among those of others."""
+    taken = [request.id for request in samples if request.id in under_way]
+    require(
+        not taken,
+        f"Request {taken and taken[0]!r} was added before. Give each request an id of its own.",
+    )
 
 
 def _check_logprobs(name: str, params: SamplingParams, most: int) -> None:

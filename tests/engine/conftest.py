@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 
 import jax
 import numpy as np
 import pytest
 
-from jaxinfer import Engine
+from jaxinfer import LLM, AsyncLLM, Engine
 from jaxinfer.compute import generate, make_sampling_state
 
 from .serving import CONFIG, EOS, V, result, run, script, widen
+from .streaming import LONG, assert_quiet
+from .texts import assert_idle, save_model
 
 
 @pytest.fixture(scope="session")
@@ -107,3 +110,74 @@ def oracle(wide):
         return ids, "stop" if ids[-1] in params.stop_ids([EOS]) else "length"
 
     return ask
+
+
+@pytest.fixture(scope="session")
+def checkpoint(wide, tmp_path_factory):
+    """A model folder: weights with 1000 rows in the head, a tokenizer of 261 ids."""
+    folder = tmp_path_factory.mktemp("model")
+    save_model(folder, wide.model, wide.params)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def open_model(checkpoint, programs):
+    """A function from `LLM` or `AsyncLLM` to one on the programs that all engine tests share."""
+
+    def open_as(kind, **keywords):
+        llm = kind(
+            str(checkpoint),
+            dtype="float32",
+            max_model_len=CONFIG.max_model_len,
+            max_num_seqs=CONFIG.max_num_seqs,
+            page_size=CONFIG.page_size,
+            num_pages=CONFIG.num_pages,
+            prefill_chunk=CONFIG.prefill_chunk,
+            max_window=CONFIG.max_window,
+            logits_hook=script,
+            **keywords,
+        )
+        llm._engine._executor._programs = programs[0]
+        return llm
+
+    return open_as
+
+
+@pytest.fixture(scope="session")
+def make_llm(open_model):
+    """A function that makes an `LLM`."""
+    return functools.partial(open_model, LLM)
+
+
+@pytest.fixture(scope="session")
+def shared_llm(make_llm):
+    return make_llm()
+
+
+@pytest.fixture
+def llm(shared_llm):
+    """An idle `LLM`; each test must leave nothing behind."""
+    yield shared_llm
+    assert_idle(shared_llm)
+
+
+@pytest.fixture(scope="session")
+def make_async_llm(open_model):
+    """A function that makes an `AsyncLLM`."""
+    return functools.partial(open_model, AsyncLLM)
+
+
+@pytest.fixture(scope="session")
+def shared_async_llm(make_async_llm):
+    llm = make_async_llm()
+    yield llm
+    asyncio.run(llm.close())
+    llm._worker._thread.join(LONG)
+    assert not llm._worker._thread.is_alive()
+
+
+@pytest.fixture
+def async_llm(shared_async_llm):
+    """An idle `AsyncLLM`, the same in every test, and so in many event loops."""
+    yield shared_async_llm
+    assert_quiet(shared_async_llm)

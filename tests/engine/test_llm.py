@@ -4,106 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 
 import pytest
-import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
 
-from jaxinfer import LLM, SamplingParams
-from jaxinfer.checkpoint import save_huggingface
 from jaxinfer.engine.engine import TokenOutput
 from jaxinfer.text import tokenizer_from_json
-from jaxinfer.text.byte_level import piece_bytes
 
-from .serving import CONFIG, EOS, SCRIPT, SCRIPTED, result, run, script
-
-SPECIAL = ["<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
-BOS, IM_END = 1, 4
-# What the ids of SCRIPT say, a byte each: the emoji takes four tokens, the umlaut two.
-SCRIPT_TEXT = "a🔥 wörld."
-CHATML = (
-    "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}"
-    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
-
-def byte_tokenizer():
-    """The special tokens, then a token for each byte, those of SCRIPT_TEXT at the ids of SCRIPT."""
-    symbol_of = {piece_bytes(s): s for s in pre_tokenizers.ByteLevel.alphabet()}
-    scripted = [bytes([byte]) for byte in SCRIPT_TEXT.encode()]
-    rest = iter(sorted(set(symbol_of) - set(scripted)))
-    ids = dict(zip(SCRIPT, scripted))
-    pieces = [ids.get(i) or next(rest) for i in range(len(SPECIAL), len(SPECIAL) + 256)]
-    vocab = {token: i for i, token in enumerate(SPECIAL)}
-    vocab |= {symbol_of[piece]: i for i, piece in enumerate(pieces, len(SPECIAL))}
-    library = tokenizers.Tokenizer(models.BPE(vocab, []))
-    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    library.decoder = decoders.ByteLevel()
-    library.add_special_tokens(SPECIAL)
-    return library.to_str()
-
-
-@pytest.fixture(scope="module")
-def checkpoint(wide, tmp_path_factory):
-    """A model folder: weights with 1000 rows in the head, a tokenizer of 261 ids."""
-    folder = tmp_path_factory.mktemp("model")
-    save_huggingface(folder, wide.model.config, wide.params)
-    (folder / "tokenizer.json").write_text(byte_tokenizer(), encoding="utf-8")
-    settings = {
-        "bos_token": "<s>",
-        "eos_token": "</s>",
-        "add_bos_token": True,
-        "chat_template": CHATML,
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def make_llm(checkpoint, programs):
-    """A function that makes an `LLM` on the programs that all engine tests share."""
-
-    def make(**keywords):
-        llm = LLM(
-            str(checkpoint),
-            dtype="float32",
-            max_model_len=CONFIG.max_model_len,
-            max_num_seqs=CONFIG.max_num_seqs,
-            page_size=CONFIG.page_size,
-            num_pages=CONFIG.num_pages,
-            prefill_chunk=CONFIG.prefill_chunk,
-            max_window=CONFIG.max_window,
-            logits_hook=script,
-            **keywords,
-        )
-        llm._engine._executor._programs = programs[0]
-        return llm
-
-    return make
-
-
-@pytest.fixture(scope="module")
-def shared_llm(make_llm):
-    return make_llm()
-
-
-@pytest.fixture
-def llm(shared_llm):
-    """An idle `LLM`; each test must leave nothing behind."""
-    yield shared_llm
-    assert_idle(shared_llm)
-
-
-def assert_idle(llm):
-    assert not llm._engine.has_work
-    assert not llm._answers
-    llm._engine.check_integrity()
-    assert llm._engine.scheduler.pool.num_available == CONFIG.num_pages
-
-
-def sampled(**fields):
-    return SamplingParams(**{"max_tokens": 12, "seed": 1, **fields})
+from .serving import EOS, SCRIPT, SCRIPTED, result, run
+from .texts import BOS, IM_END, SCRIPT_TEXT, assert_idle, byte_tokenizer, sampled
 
 
 def test_generate_gives_text_and_what_went_into_it(llm):

@@ -9,20 +9,12 @@ import numpy as np
 import pytest
 
 from .serving import SCRIPT, SCRIPTED
-from .test_llm import (  # noqa: F401  (fixtures)
-    BOS,
-    assert_idle,
-    checkpoint,
-    llm,
-    make_llm,
-    sampled,
-    shared_llm,
-)
+from .texts import BOS, assert_idle, sampled
 
 TEXT = "some text to be scored"
 
 
-def test_outputs_have_those_that_were_asked_for(llm):  # noqa: F811
+def test_outputs_have_those_that_were_asked_for(llm):
     params = sampled(logprobs=3, prompt_logprobs=2)
     (output,) = llm.generate("hi", params)
     (completion,) = output.outputs
@@ -40,7 +32,7 @@ def test_outputs_have_those_that_were_asked_for(llm):  # noqa: F811
     assert plain.outputs[0].token_ids == completion.token_ids
 
 
-def test_a_stream_has_those_of_its_tokens_and_at_once_those_of_the_prompt(llm):  # noqa: F811
+def test_a_stream_has_those_of_its_tokens_and_at_once_those_of_the_prompt(llm):
     params = SCRIPTED.replace(max_tokens=9, logprobs=1, prompt_logprobs=0)
     (whole,) = llm.generate("x" * 80, params)
     for output in llm.stream("x" * 80, params):
@@ -52,7 +44,7 @@ def test_a_stream_has_those_of_its_tokens_and_at_once_those_of_the_prompt(llm): 
 
 
 @pytest.mark.parametrize("stop, num_tokens", [("wör", 10), ("a", 1), ("🔥", 5)])
-def test_a_stop_string_cuts_them_with_the_tokens(llm, stop, num_tokens):  # noqa: F811
+def test_a_stop_string_cuts_them_with_the_tokens(llm, stop, num_tokens):
     params = SCRIPTED.replace(max_tokens=14, stop=stop, logprobs=0)
     (output,) = llm.generate("hi", params)
     (completion,) = output.outputs
@@ -62,7 +54,7 @@ def test_a_stop_string_cuts_them_with_the_tokens(llm, stop, num_tokens):  # noqa
     assert last.outputs[0].logprobs == completion.logprobs
 
 
-def test_a_score_is_what_the_prompt_log_probabilities_say(llm):  # noqa: F811
+def test_a_score_is_what_the_prompt_log_probabilities_say(llm):
     ids = llm.tokenizer.encode(TEXT)
     assert ids[0] == BOS
     scores = llm.score(ids)
@@ -76,7 +68,7 @@ def test_a_score_is_what_the_prompt_log_probabilities_say(llm):  # noqa: F811
         np.testing.assert_array_equal(llm.score(same), scores)
 
 
-def test_one_prompt_gives_an_array_and_several_give_a_list(llm):  # noqa: F811
+def test_one_prompt_gives_an_array_and_several_give_a_list(llm):
     alone = llm.score(TEXT)
     several = llm.score([TEXT, llm.tokenizer.encode("ab"), "x" * 150])
     assert [len(scores) for scores in several] == [len(TEXT), 2, 150]
@@ -86,7 +78,7 @@ def test_one_prompt_gives_an_array_and_several_give_a_list(llm):  # noqa: F811
     np.testing.assert_array_equal(only, alone)
 
 
-def test_what_was_generated_scores_as_it_did_then(llm):  # noqa: F811
+def test_what_was_generated_scores_as_it_did_then(llm):
     (output,) = llm.generate(TEXT, sampled(logprobs=0, max_tokens=12))
     ids = [*output.prompt_token_ids, *output.outputs[0].token_ids]
     wanted = [entry.logprob for entry in output.outputs[0].logprobs]
@@ -103,14 +95,14 @@ def test_what_was_generated_scores_as_it_did_then(llm):  # noqa: F811
         ("x" * 256, "Prompt 0: .* max_model_len=256"),
     ],
 )
-def test_what_cannot_be_scored_is_refused_and_nothing_is_left(llm, prompts, match):  # noqa: F811
+def test_what_cannot_be_scored_is_refused_and_nothing_is_left(llm, prompts, match):
     with pytest.raises(ValueError, match=match):
         llm.score(prompts)
     assert_idle(llm)
     assert len(llm.score(TEXT)) == len(TEXT)
 
 
-def test_a_closed_stream_leaves_nothing_behind(llm):  # noqa: F811
+def test_a_closed_stream_leaves_nothing_behind(llm):
     params = SCRIPTED.replace(max_tokens=40, logprobs=5, prompt_logprobs=5)
     with contextlib.closing(llm.stream("x" * 70, params)) as stream:
         next(stream)
@@ -118,7 +110,7 @@ def test_a_closed_stream_leaves_nothing_behind(llm):  # noqa: F811
     assert list(stream) == []
 
 
-def test_the_most_that_may_be_asked_for_is_an_option(llm, make_llm):  # noqa: F811
+def test_the_most_that_may_be_asked_for_is_an_option(llm, make_llm):
     with pytest.raises(ValueError, match="Prompt 0: .*logprobs=21, more than max_logprobs=20"):
         llm.generate("hi", sampled(logprobs=21))
     with pytest.raises(ValueError, match="more than max_logprobs=2"):

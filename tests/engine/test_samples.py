@@ -10,14 +10,7 @@ from jaxinfer import SamplingParams
 from jaxinfer.compute import make_sampling_state
 
 from .serving import CONFIG, EOS, GREEDY, V, drain, prompt_of, result, results
-from .test_llm import (  # noqa: F401  (fixtures)
-    SCRIPT_TEXT,
-    assert_idle,
-    checkpoint,
-    llm,
-    make_llm,
-    shared_llm,
-)
+from .texts import assert_idle
 
 SAMPLED = SamplingParams(temperature=1.0, seed=7, max_tokens=10, ignore_eos=True)
 
@@ -98,7 +91,7 @@ def test_refused_where_one_request_is_meant(engine):
     drain(engine)
 
 
-def test_texts_of_all_samples(llm):  # noqa: F811
+def test_texts_of_all_samples(llm):
     params = SAMPLED.replace(n=3, max_tokens=8)
     (output,) = llm.generate("hello", params)
     assert len(output.outputs) == 3
@@ -116,7 +109,7 @@ def test_texts_of_all_samples(llm):  # noqa: F811
     assert_idle(llm)
 
 
-def test_closing_a_stream_ends_every_sample(llm):  # noqa: F811
+def test_closing_a_stream_ends_every_sample(llm):
     stream = llm.stream("hello", SAMPLED.replace(n=4, max_tokens=100))
     next(stream)
     stream.close()

@@ -40,11 +40,17 @@ def loaded():
 
 
 @pytest.fixture(scope="module")
-def served(loaded, references):
+def llm():
+    return jaxinfer.LLM(
+        str(resolve("smollm2-135m", ROOT)), dtype="float32", max_model_len=MODEL_LEN
+    )
+
+
+@pytest.fixture(scope="module")
+def served(llm, references):
     """The requests of all prompts, served at once, in chunks; log-probabilities of all tokens."""
-    config = jaxinfer.EngineConfig(max_model_len=MODEL_LEN, max_num_seqs=32, kv_dtype="float32")
-    engine = jaxinfer.Engine(*loaded, config, eos_ids=())
-    params = jaxinfer.SamplingParams(temperature=0.0, max_tokens=64, logprobs=5, prompt_logprobs=0)
+    engine, params = llm._engine, jaxinfer.SamplingParams(temperature=0.0, ignore_eos=True)
+    params = params.replace(max_tokens=64, logprobs=5, prompt_logprobs=0)
     requests = [engine.add_request(ref["prompt_ids"], params) for ref in references]
     while engine.has_work:
         engine.step()
@@ -92,11 +98,10 @@ def test_log_probabilities(served, references):
     assert assert_near(*tops) > 9000
 
 
-def test_scores(served, references):
+def test_scores(llm, served, references):
     """Short prompts with their outputs as one text: as they were when generated, and as in the
     reference.
     """
-    llm = jaxinfer.LLM(str(resolve("smollm2-135m", ROOT)), dtype="float32", max_model_len=MODEL_LEN)
     short = [pair for pair in zip(served, references) if len(pair[0].prompt_ids) <= 200]
     all_scores = llm.score([[*r.prompt_ids, *r.output_ids] for r, _ in short])
     got, wanted = [], []

@@ -7,15 +7,7 @@ import random
 import pytest
 
 from .serving import SCRIPT, SCRIPTED
-from .test_llm import (  # noqa: F401  (fixtures)
-    SCRIPT_TEXT,
-    assert_idle,
-    checkpoint,
-    llm,
-    make_llm,
-    sampled,
-    shared_llm,
-)
+from .texts import SCRIPT_TEXT, sampled
 
 
 def num_tokens(text: str) -> int:
@@ -34,7 +26,7 @@ def num_tokens(text: str) -> int:
         (("rl", "ör"), "a🔥 w"),
     ],
 )
-def test_the_text_ends_before_it_and_the_tokens_with_it(llm, stop, text):  # noqa: F811
+def test_the_text_ends_before_it_and_the_tokens_with_it(llm, stop, text):
     params = SCRIPTED.replace(max_tokens=14, stop=stop)
     (output,) = llm.generate("hi", params)
     (completion,) = output.outputs
@@ -54,20 +46,20 @@ def completion_of(output, last):
 
 
 @pytest.mark.parametrize("stop", ["q", "wörm", "ld.?"])
-def test_text_that_only_began_like_one_is_given_out(llm, stop):  # noqa: F811
+def test_text_that_only_began_like_one_is_given_out(llm, stop):
     params = SCRIPTED.replace(max_tokens=num_tokens(SCRIPT_TEXT))
     (plain,), (output,) = llm.generate("hi", params), llm.generate("hi", params.replace(stop=stop))
     assert output.outputs == plain.outputs
     assert output.outputs[0].text == SCRIPT_TEXT
 
 
-def test_none_is_sought_before_min_tokens(llm):  # noqa: F811
+def test_none_is_sought_before_min_tokens(llm):
     params = SCRIPTED.replace(max_tokens=14, stop=["a", "ld"], min_tokens=2)
     (output,) = llm.generate("hi", params)
     assert output.outputs[0].text == "a🔥 wör"
 
 
-def test_random_stop_strings_streamed_and_whole_and_together_agree(llm):  # noqa: F811
+def test_random_stop_strings_streamed_and_whole_and_together_agree(llm):
     rng = random.Random(0)
     cases = []
     for seed in range(40):
