@@ -39,10 +39,16 @@ def seconds(run) -> float:
     return time.perf_counter() - start
 
 
-def make_engine(model, params, dtype: str, num_rows: int, max_model_len: int) -> jaxinfer.Engine:
+def make_engine(
+    model, params, dtype: str, num_rows: int, max_model_len: int, batch_invariant: bool
+) -> jaxinfer.Engine:
     """An engine for `num_rows` requests; what it has not run yet it still has to compile."""
     config = jaxinfer.EngineConfig(
-        max_model_len=max_model_len, max_num_seqs=num_rows, kv_dtype=dtype, max_window=8
+        max_model_len=max_model_len,
+        max_num_seqs=num_rows,
+        kv_dtype=dtype,
+        max_window=8,
+        batch_invariant=batch_invariant,
     )
     return jaxinfer.Engine(model, params, config, eos_ids=())
 
@@ -106,6 +112,7 @@ def main() -> None:
     parser.add_argument("--prompt-lens", nargs="+", type=int, default=[32, 128, 512, 1024])
     parser.add_argument("--num-tokens", type=int, default=128, help="new tokens per request")
     parser.add_argument("--repeats", type=int, default=5, help="runs of each TTFT")
+    parser.add_argument("--batch-invariant", action="store_true", help="in that mode")
     args = parser.parse_args()
     keep_compiled_programs()
     bandwidth = read_bandwidth()
@@ -118,13 +125,13 @@ def main() -> None:
     for dtype in args.dtypes:
         model, params = jaxinfer.load(args.model, dtype=dtype)
         for num_rows in args.batch_sizes:
-            engine = make_engine(model, params, dtype, num_rows, 512)
+            engine = make_engine(model, params, dtype, num_rows, 512, args.batch_invariant)
             print(
                 bench_decode(engine, model, params, dtype, num_rows, args.num_tokens, bandwidth),
                 flush=True,
             )
         longest = -(-max(args.prompt_lens) // 512) * 512 + 512
-        engine = make_engine(model, params, dtype, 1, longest)
+        engine = make_engine(model, params, dtype, 1, longest, args.batch_invariant)
         for length in args.prompt_lens:
             ttft[dtype, length] = bench_ttft(engine, model, length, args.repeats)
     print("\nTTFT in seconds of a lone prompt")

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-
 from jaxinfer.compute.decoder import Decoder, Params
 from jaxinfer.compute.logits import LogitsHook
 from jaxinfer.compute.types import DecodeState, StepOutput
@@ -88,14 +86,6 @@ class Engine:
         # What the rotary embedding is chosen for: the longest context that there can be.
         longest = dataclasses.replace(model.config, max_position=config.max_model_len)
         model = dataclasses.replace(model, config=longest)
-        if config.batch_invariant:
-            platform = jax.default_backend()
-            require(
-                platform == "cpu",
-                f"batch_invariant=True is proven on CPU only, and the platform is {platform!r}, "
-                "whose compiler may choose other kernels for each program. Leave it off.",
-            )
-            model = dataclasses.replace(model, batch_invariant=True)
         if config.kv_dtype is None:
             config = dataclasses.replace(config, kv_dtype=str(params["embed"]["weight"].dtype))
         self.config = config

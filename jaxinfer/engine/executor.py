@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from typing import TypeVar
 
@@ -42,9 +43,12 @@ class Executor:
         logits_hook: LogitsHook | None = None,
     ):
         self.num_rows = config.max_num_seqs
-        sizes = decode_sizes(config.max_num_seqs)
-        # Tile by tile a step costs what its active rows cost, whatever the size.
-        self.decode_sizes = sizes[-1:] if config.batch_invariant else sizes
+        self.decode_sizes = decode_sizes(config.max_num_seqs)
+        if config.batch_invariant:
+            _check_platform()
+            model = dataclasses.replace(model, batch_invariant=True)
+            # Tile by tile a step costs what its active rows cost, whatever its size.
+            self.decode_sizes = self.decode_sizes[-1:]
         self.num_starts = max(rows for rows, _ in prefill_shapes)
         self.num_fetches = 0
         self.wait_s = 0.0  # seconds that the host has waited for the device
@@ -155,3 +159,13 @@ class Executor:
         self.num_fetches += 1
         self.wait_s += time.perf_counter() - start
         return fetched
+
+
+def _check_platform() -> None:
+    """Raises ValueError where programs that are equal but for their sizes may round differently."""
+    platform = jax.default_backend()
+    require(
+        platform == "cpu",
+        f"batch_invariant=True holds on CPU only, and the platform is {platform!r}, whose kernels "
+        "are chosen for each program anew. Leave it off.",
+    )
