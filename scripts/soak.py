@@ -3,8 +3,8 @@
     python scripts/soak.py --model smollm2-135m --minutes 20
 
 Clients ask an `AsyncLLM` for texts and scores of all lengths and parameters. Some leave in the
-middle, some abort, some ask for what cannot be and must be refused. Now and then all hold still, and
-then
+middle, some abort, some ask for what cannot be and must be refused. Now and then all hold still,
+and then
 
 - every page and row is accounted for, and none is held;
 - resident memory is what it was after the first two minutes;
@@ -105,19 +105,18 @@ class Traffic:
 
     async def _whole(self) -> None:
         params = self._params()
-        output = None
-        async for output in self._llm.generate(
-            self._prompt(), params, priority=self._rng.randrange(3)
-        ):
-            pass
-        assert output is not None and len(output.outputs) == params.n
-        for one in output.outputs:
+        stream = self._llm.generate(self._prompt(), params, priority=self._rng.randrange(3))
+        outputs = [output async for output in stream]
+        assert len(outputs[-1].outputs) == params.n
+        for one in outputs[-1].outputs:
             assert one.finish_reason in ("stop", "length"), one
             assert 1 <= len(one.token_ids) <= params.max_tokens, one
 
     async def _leave(self) -> None:
         num_seen = self._rng.randrange(4)
-        async with contextlib.aclosing(self._llm.generate(self._prompt(), self._params())) as stream:
+        async with contextlib.aclosing(
+            self._llm.generate(self._prompt(), self._params())
+        ) as stream:
             for _ in range(num_seen):
                 await anext(stream, None)
 

@@ -1,4 +1,4 @@
-"""`CompileCounter`: how many programs were compiled, or came from a cache, while somebody watched."""
+"""`CompileCounter`: how many programs were compiled, or cached, while somebody watched."""
 
 from __future__ import annotations
 
