@@ -131,9 +131,9 @@ def _room(config: EngineConfig) -> int:
     return min(config.max_model_len, config.cache.num_pages * config.page_size)
 
 
-def warm_up(engine: Engine) -> None:
-    """Returns None; the engine has run a whole prefill chunk, many short ones, and windows of every
-    number of rows, on prompts that no trace has.
+def warm_up(engine: Engine) -> Replay:
+    """What this brought: the engine has run a whole prefill chunk, many short ones, and windows of
+    every number of rows, on prompts that no trace has.
     """
     config = engine.config
     num_tokens = _room(config)
@@ -144,7 +144,7 @@ def warm_up(engine: Engine) -> None:
         num_output = min(num_windows * config.max_window + 1, num_tokens - 1)
         num_prompt = min(config.prefill_chunk if index == 0 else 16, num_tokens - num_output)
         requests.append(TracedRequest(0.0, num_prompt, num_output))
-    replay(engine, requests, make_prompts(requests, engine.num_valid_ids, seed=1))
+    return replay(engine, requests, make_prompts(requests, engine.num_valid_ids, seed=1))
 
 
 def replay(
@@ -216,4 +216,4 @@ def replay(
 def _send(engine: Engine, traced: TracedRequest, prompt: np.ndarray) -> str:
     """The id of the request that is now the engine's."""
     params = SamplingParams(temperature=0.0, max_tokens=traced.num_output, ignore_eos=True, seed=0)
-    return engine.add_request(prompt.tolist(), params).id
+    return engine.add_request(prompt.tolist(), params, priority=traced.priority).id

@@ -27,6 +27,7 @@ class TracedRequest:
         num_prompt, num_output: tokens, at least 1 each.
         prefix_hashes: one for each `tokens_per_hash` tokens of the prompt, the last one for the
             rest; equal hashes stand for equal tokens. None: no two prompts begin alike.
+        priority: the lower goes first, where the policy heeds it.
     """
 
     arrival_s: float
@@ -34,6 +35,7 @@ class TracedRequest:
     num_output: int
     prefix_hashes: tuple[int, ...] | None = None
     tokens_per_hash: int = MOONCAKE_BLOCK
+    priority: int = 0
 
 
 def fixed_trace(num_prompt: int, num_output: int, count: int) -> tuple[TracedRequest, ...]:
@@ -47,8 +49,9 @@ def read_trace(path: str | Path, *, limit: int | None = None) -> tuple[TracedReq
     """The requests of the file in order of arrival, the first at 0 s; the first `limit` lines only.
 
     What the file begins with says what it is: JSON objects with `timestamp` (ms), `input_length`,
-    `output_length` and `hash_ids` (Mooncake), or a CSV header with TIMESTAMP, ContextTokens and
-    GeneratedTokens (Azure's LLM inference traces). ValueError names a line that is not understood.
+    `output_length`, `hash_ids` (Mooncake) and perhaps `priority`, or a CSV header with TIMESTAMP,
+    ContextTokens and GeneratedTokens (Azure's LLM inference traces). ValueError names a line that
+    is not understood.
     """
     require(limit is None or limit >= 1, f"A trace of {limit} requests must have at least 1.")
     with open(path, encoding="utf-8-sig") as file:
@@ -102,8 +105,14 @@ def _scaled(
         )
         tokens_per_hash //= divide
         hashes = hashes[: -(-num_prompt // tokens_per_hash)]
-    arrival_s = request.arrival_s / speedup
-    return TracedRequest(arrival_s, num_prompt, num_output, hashes, tokens_per_hash)
+    return dataclasses.replace(
+        request,
+        arrival_s=request.arrival_s / speedup,
+        num_prompt=num_prompt,
+        num_output=num_output,
+        prefix_hashes=hashes,
+        tokens_per_hash=tokens_per_hash,
+    )
 
 
 _AZURE_FORM = "a row such as 2023-11-16 18:17:03.97,480,10 under its header"
@@ -158,7 +167,10 @@ def _mooncake_request(line: str) -> TracedRequest:
     needed = -(-num_prompt // MOONCAKE_BLOCK)
     require(len(hashes) == needed, f"{num_prompt} tokens have {needed} hashes, not {len(hashes)}")
     num_output = _count(fields["output_length"])
-    return TracedRequest(float(fields["timestamp"]) / 1e3, num_prompt, num_output, hashes)
+    priority = fields.get("priority", 0)
+    require(type(priority) is int, f"priority {priority!r} is not an integer")
+    arrival_s = float(fields["timestamp"]) / 1e3
+    return TracedRequest(arrival_s, num_prompt, num_output, hashes, priority=priority)
 
 
 def _count(value: object) -> int:

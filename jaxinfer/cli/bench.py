@@ -8,12 +8,15 @@ import dataclasses
 import functools
 import json
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxinfer.cli.options import ENGINE_OPTIONS, UsageError, add_options, given
+from jaxinfer.cli.options import ENGINE_OPTIONS, Option, UsageError, add_options, given
 from jaxinfer.cli.progress import progress_bars
+from jaxinfer.cli.startup import Startup, import_engine
+from jaxinfer.cli.traffic import add_traffic_options, parse_positive, read_requests
 from jaxinfer.config import EngineConfig, require
 
 if TYPE_CHECKING:
@@ -25,6 +28,12 @@ if TYPE_CHECKING:
     from jaxinfer.compute import Decoder
 
 DEFAULT_DTYPE = "bfloat16"
+# A trace can give its requests priorities; on a command line there is no place for them.
+BENCH_OPTIONS = (
+    *ENGINE_OPTIONS,
+    Option("policy", str, "which request goes first", choices=EngineConfig.POLICIES),
+    Option("max_overtakes", int, "later requests that may go before a waiting one, by priority"),
+)
 
 SUMMARY = "replay traffic against the engine and print how fast it was"
 
@@ -40,7 +49,8 @@ examples:
 a trace is one of:
   a CSV file with the columns TIMESTAMP,ContextTokens,GeneratedTokens, as Azure publishes them
   a file of JSON lines with timestamp (ms), input_length, output_length and hash_ids (one for each
-  512 tokens of the prompt), as Mooncake publishes them: equal hashes become equal tokens
+  512 tokens of the prompt), as Mooncake publishes them: equal hashes become equal tokens; with a
+  priority too, if --policy is to heed it: the lower goes first
 
 Prompts are random tokens, the same in every run. Sampling is greedy, and every output is exactly as
 long as its request says. All is compiled and warmed up before the clock starts.
@@ -53,37 +63,8 @@ what is printed:
   device  the host waited for the device that long; in the rest of the time with work it was busy
           itself, and the device may have been too
   engine  what the engine counted from start to end of the clock
+  start-up is told apart: import of jax, the weights, all programs, the first token of the warm-up
 """
-
-
-def parse_counts(text: str, *, form: str) -> tuple[int, ...]:
-    """The counts, at least 1 each, of a list that is as long as `form`, such as IN,OUT."""
-    try:
-        counts = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        counts = ()
-    if len(counts) != len(form.split(",")) or min(counts) < 1:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not {form}. Write {len(form.split(','))} numbers of at least 1, "
-            "with commas and no spaces."
-        )
-    return counts
-
-
-def parse_count(text: str) -> int:
-    """A whole number of at least 1."""
-    return parse_counts(text, form="N")[0]
-
-
-def parse_positive(text: str) -> float:
-    """A number greater than 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number greater than 0.")
-    return value
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -95,52 +76,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--shape", metavar="NAMED_SHAPE", help="random weights in a shape such as llama-3-8b"
     )
-    _add_traffic_options(parser)
+    add_traffic_options(parser)
     _add_output_options(parser)
     defaults = {field.name: field.default for field in dataclasses.fields(EngineConfig)}
     defaults["max_model_len"] = "what the longest request needs"
-    add_options(parser, "engine", ENGINE_OPTIONS, defaults)
-
-
-def _add_traffic_options(parser: argparse.ArgumentParser) -> None:
-    traffic = parser.add_argument_group("traffic")
-    source = traffic.add_mutually_exclusive_group(required=True)
-    source.add_argument("--trace", metavar="FILE", help="recorded traffic, see below")
-    source.add_argument(
-        "--fixed",
-        type=functools.partial(parse_counts, form="IN,OUT,COUNT"),
-        metavar="IN,OUT,COUNT",
-        help="COUNT requests of IN prompt and OUT output tokens, all there at the start",
-    )
-    traffic.add_argument(
-        "--requests", type=parse_count, metavar="N", help="only the first N requests of the trace"
-    )
-    traffic.add_argument(
-        "--divide",
-        type=parse_count,
-        default=1,
-        metavar="D",
-        help="divide lengths by D, so that a small model can serve the trace of a large one",
-    )
-    traffic.add_argument(
-        "--clip",
-        type=functools.partial(parse_counts, form="IN,OUT"),
-        metavar="IN,OUT",
-        help="then cut prompts to IN and outputs to OUT tokens",
-    )
-    loop = traffic.add_mutually_exclusive_group()
-    loop.add_argument(
-        "--open", action="store_true", help="send each request when the trace says that it came"
-    )
-    loop.add_argument(
-        "--concurrency",
-        type=parse_count,
-        metavar="N",
-        help="keep N requests under way, whenever they came (default: as many as --max-num-seqs)",
-    )
-    traffic.add_argument(
-        "--speedup", type=parse_positive, metavar="X", help="with --open: X times as fast"
-    )
+    add_options(parser, "engine", BENCH_OPTIONS, defaults)
 
 
 def _add_output_options(parser: argparse.ArgumentParser) -> None:
@@ -183,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
     if args.plot is not None:
         plot.require_matplotlib()
     with progress_bars(sys.stderr) as progress:
-        engine = make_engine(args, requests, progress)
+        engine, startup = make_engine(args, requests, progress)
         result, timeline = measure(args, engine, requests, progress)
     if timeline is not None:
         write_timeline(args.timeline, timeline, result)
@@ -192,33 +132,28 @@ def run(args: argparse.Namespace) -> int:
     found = report.summary(result, slo_ttft=args.slo_ttft, slo_tpot=args.slo_tpot)
     about = describe(args, engine)
     if args.json:
-        print(json.dumps({**about, **found}))
+        print(json.dumps({**about, "startup": dataclasses.asdict(startup), **found}))
     else:
         print(", ".join(f"{name} {value}" for name, value in about.items()))
+        print(f"start-up  {startup}")
         print(report.table(found))
     return int(found["num_incomplete"] > 0)
 
 
-def read_requests(args: argparse.Namespace) -> tuple[TracedRequest, ...]:
-    """The requests that the options describe."""
-    from jaxinfer.bench.traces import fixed_trace, read_trace, scale  # noqa: PLC0415
-
-    if args.fixed is not None:
-        requests = fixed_trace(*args.fixed)[: args.requests]
-    else:
-        requests = read_trace(args.trace, limit=args.requests)
-    return scale(requests, divide=args.divide, clip=args.clip, speedup=args.speedup or 1.0)
-
-
 def make_engine(
     args: argparse.Namespace, requests: tuple[TracedRequest, ...], progress: Report | None
-) -> Engine:
-    """An engine that can serve the requests, everything compiled and run once."""
-    from jaxinfer import Engine  # noqa: PLC0415  (imports jax)
+) -> tuple[Engine, Startup]:
+    """An engine that can serve the requests, everything compiled and run once; and how long that
+    took.
+    """
+    import_s = import_engine()
+    import jax  # noqa: PLC0415
+
+    from jaxinfer import Engine  # noqa: PLC0415
     from jaxinfer.bench.replay import check_fits, warm_up  # noqa: PLC0415
     from jaxinfer.engine.programs import keep_compiled_programs  # noqa: PLC0415
 
-    keywords = given(args, ENGINE_OPTIONS)
+    keywords = given(args, BENCH_OPTIONS)
     dtype, attention = keywords.pop("dtype", DEFAULT_DTYPE), keywords.pop("attention", None)
     model, make_params = open_model(args, attention)
     if "max_model_len" not in keywords:
@@ -227,15 +162,15 @@ def make_engine(
     config = EngineConfig(**{"kv_dtype": dtype, **keywords})
     check_fits(requests, config)
     keep_compiled_programs()
+    start = time.perf_counter()
+    params = jax.block_until_ready(make_params(dtype, progress))
+    load_s = time.perf_counter() - start
     engine = Engine(
-        model,
-        make_params(dtype, progress),
-        config,
-        compile_ahead=True,
-        progress=reporter(progress, "compiling"),
+        model, params, config, compile_ahead=True, progress=reporter(progress, "compiling")
     )
-    warm_up(engine)
-    return engine
+    first = min(record.token_times_s[0] for record in warm_up(engine).records)
+    metrics = engine.metrics()
+    return engine, Startup.of(metrics, import_s=import_s, load_s=load_s, first_token_s=first)
 
 
 def open_model(

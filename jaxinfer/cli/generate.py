@@ -23,6 +23,7 @@ from jaxinfer.cli.options import (
     sampling_params,
 )
 from jaxinfer.cli.progress import progress_bars
+from jaxinfer.cli.startup import Startup, import_engine
 
 if TYPE_CHECKING:
     from jaxinfer import LLM, RequestOutput, SamplingParams
@@ -58,6 +59,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="print the text as it comes (default: for one prompt on a terminal)",
     )
+    parser.add_argument(
+        "--timing", action="store_true", help="say where the time until the first token went"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object per answer")
     add_sampling_options(parser, max_tokens=256)
 
@@ -74,14 +78,26 @@ def run(args: argparse.Namespace) -> int:
     streaming = wants_stream(args, len(prompts), params)
     if len(prompts) * params.n == 1:  # a row more would cost time at every step
         keywords = {"max_num_seqs": 1, **keywords}
-    from jaxinfer import LLM  # noqa: PLC0415  (imports jax)
+    import_s = import_engine()
+    from jaxinfer import LLM  # noqa: PLC0415
 
     with contextlib.ExitStack() as stack:
         progress = stack.enter_context(progress_bars(sys.stderr))
         llm = stack.enter_context(LLM(args.model, progress=progress, **keywords))
         if streaming:
-            return stream_one(llm, args, prompts[0], params)
-        return generate_all(llm, args, prompts, params)
+            code, outputs = stream_one(llm, args, prompts[0], params)
+        else:
+            code, outputs = generate_all(llm, args, prompts, params)
+        if args.timing:
+            print(f"start-up: {startup_of(llm, import_s, outputs)}", file=sys.stderr)
+        return code
+
+
+def startup_of(llm: LLM, import_s: float, outputs: list[RequestOutput]) -> Startup:
+    """Where the time until the first token of `outputs` went."""
+    metrics = llm.metrics()
+    first = min((o.metrics.ttft_s for o in outputs if o.metrics.ttft_s is not None), default=None)
+    return Startup.of(metrics, import_s=import_s, load_s=metrics["load_s"], first_token_s=first)
 
 
 def read_prompts(args: argparse.Namespace) -> list[str]:
@@ -125,24 +141,27 @@ def messages_of(args: argparse.Namespace, prompt: str) -> list[dict[str, str]]:
     return [*system, {"role": "user", "content": prompt}]
 
 
-def stream_one(llm: LLM, args: argparse.Namespace, prompt: str, params: SamplingParams) -> int:
-    """The exit code, once the answer to `prompt` has been printed as it came."""
+def stream_one(
+    llm: LLM, args: argparse.Namespace, prompt: str, params: SamplingParams
+) -> tuple[int, list[RequestOutput]]:
+    """The exit code and the output, once the answer to `prompt` has been printed as it came."""
     if args.chat:
         stream = llm.stream_chat(messages_of(args, prompt), params)
     else:
         stream = llm.stream(prompt, params)
     answer = print_answer(stream)
-    if answer.last is not None:
-        print(closing_line([answer.last], answer.seconds, params), file=sys.stderr)
-    if answer.interrupted:
-        return 130
-    return exit_code([answer.last] if answer.last else [])
+    outputs = [] if answer.last is None else [answer.last]
+    if outputs:
+        print(closing_line(outputs, answer.seconds, params), file=sys.stderr)
+    return 130 if answer.interrupted else exit_code(outputs), outputs
 
 
 def generate_all(
     llm: LLM, args: argparse.Namespace, prompts: list[str], params: SamplingParams
-) -> int:
-    """The exit code, once the answers to all `prompts` have been printed, in their order."""
+) -> tuple[int, list[RequestOutput]]:
+    """The exit code and the outputs, once the answers to all `prompts` have been printed, in their
+    order.
+    """
     start = time.perf_counter()
     if args.chat:
         outputs = llm.chat([messages_of(args, prompt) for prompt in prompts], params)
@@ -159,7 +178,7 @@ def generate_all(
                 label = f"{number}.{sample + 1}" if params.n > 1 else number
                 print(f"[{label}] {prompt}\n{answer.text}\n")
     print(closing_line(outputs, seconds, params), file=sys.stderr)
-    return exit_code(outputs)
+    return exit_code(outputs), outputs
 
 
 def record(prompt: str, output: RequestOutput, sample: int) -> dict[str, object]:

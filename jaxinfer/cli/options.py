@@ -86,6 +86,8 @@ ENGINE_OPTIONS = (
     Option("page_size", int, "tokens in a page of the KV cache"),
     Option("num_pages", int, "pages in the KV cache (default: enough for every row)"),
     Option("prefill_chunk", int, "most prompt tokens computed at once"),
+    Option("token_budget", int, "most tokens of a step, decoding first (default: no limit)"),
+    Option("prefix_cache", None, "requests share the keys and values of equal beginnings"),
     Option("max_window", int, "most decode steps between two looks of the host"),
     Option("max_logprobs", int, "most likely tokens that --logprobs may ask for"),
     Option("attention", str, "attention backend (default: by platform)", metavar="NAME"),
@@ -140,7 +142,10 @@ def add_options(
         text = option.help if default is None else f"{option.help} (default: {default})"
         if option.parse is None:
             group.add_argument(
-                option.flag, action="store_true", default=argparse.SUPPRESS, help=option.help
+                option.flag,
+                action=argparse.BooleanOptionalAction,
+                default=argparse.SUPPRESS,
+                help=option.help if not default else f"{option.help} (default: yes)",
             )
         else:
             group.add_argument(

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from jaxinfer.compute.decoder import Params
 from jaxinfer.config import require
 from jaxinfer.engine.answer import Answer
 from jaxinfer.engine.delivery import Delivery, wake
@@ -158,6 +159,22 @@ class AsyncLLM(Frontend):
                 self._end(delivery)
 
         await self._between_steps(end)
+
+    async def metrics(self) -> dict[str, Any]:
+        """What was counted between two steps: see `LLM.metrics`."""
+        return await self._between_steps(self._metrics)
+
+    async def update_params(self, params: Params) -> None:
+        """Returns None once later steps use `params`: see `LLM.update_params`.
+
+        The change falls between two steps: of a request under way, each token is of the old
+        weights or of the new, and none of the new comes before one of the old.
+        """
+        await self._between_steps(lambda: self._engine.update_params(params))
+
+    async def check_integrity(self) -> None:
+        """Returns None if every page and row is accounted for between two steps: see `Engine`."""
+        await self._between_steps(self._engine.check_integrity)
 
     async def _between_steps(self, function: Callable[[], T]) -> T:
         """What `function` returns, called by the engine's thread between two steps."""

@@ -1,4 +1,4 @@
-"""`CompileCounter`: how many programs XLA has compiled while somebody watched."""
+"""`CompileCounter`: how many programs were compiled, or cached, while somebody watched."""
 
 from __future__ import annotations
 
@@ -10,21 +10,26 @@ from types import SimpleNamespace
 
 import jax.monitoring
 
-EVENT = "/jax/core/compile/backend_compile_duration"
+COMPILED = "/jax/core/compile/backend_compile_duration"
+CACHE_HIT = "/jax/compilation_cache/cache_retrieval_time_sec"
 
 
 class CompileCounter:
-    """Counts the compilations of the thread that is `watching`, also those that a cache answers.
+    """Counts the compilations of the threads that are `watching`, also those that a cache answers;
+    or, of the event `CACHE_HIT`, these alone.
 
     It hears of them by `jax.monitoring`, whoever causes them, until it is collected.
     """
 
-    def __init__(self) -> None:
-        self._heard = heard = SimpleNamespace(count=0, thread=None)
+    def __init__(self, event: str = COMPILED) -> None:
+        self._heard = heard = SimpleNamespace(count=0, threads=set())
+        self._lock = lock = threading.Lock()
+        counted = event
 
         def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
-            if event == EVENT and heard.thread == threading.get_ident():
-                heard.count += 1
+            if event == counted and threading.get_ident() in heard.threads:
+                with lock:
+                    heard.count += 1
 
         jax.monitoring.register_event_duration_secs_listener(listen)
         weakref.finalize(self, jax.monitoring.unregister_event_duration_listener, listen)
@@ -37,8 +42,9 @@ class CompileCounter:
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Counts what this thread compiles within."""
-        self._heard.thread = threading.get_ident()
+        thread = threading.get_ident()
+        self._heard.threads.add(thread)
         try:
             yield
         finally:
-            self._heard.thread = None
+            self._heard.threads.discard(thread)

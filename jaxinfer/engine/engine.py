@@ -257,9 +257,11 @@ class Engine:
         num_running, num_waiting: requests with and without a row. pages_total, pages_held,
         pages_cached, pages_free. fetches: reads of results. wait_s: seconds that the host waited
         for the device. compiles_after_warmup: programs that a step compiled; counted from the
-        first step on if nothing was compiled ahead.
+        first step on if nothing was compiled ahead. programs: all that there are; cached_programs:
+        those of them that JAX's persistent cache had; compile_s: seconds of compiling ahead.
         """
         scheduler, pool = self.scheduler, self.scheduler.pool
+        programs, cached_programs = self._executor.num_programs
         return {
             **vars(scheduler.counters),
             "finished": dict(scheduler.counters.finished),
@@ -273,6 +275,9 @@ class Engine:
             "fetches": self._executor.num_fetches,
             "wait_s": self._executor.wait_s,
             "compiles_after_warmup": self._compiles.count,
+            "programs": programs,
+            "cached_programs": cached_programs,
+            "compile_s": self._executor.compile_s,
         }
 
     def update_params(self, params: Params) -> None:

@@ -52,6 +52,7 @@ class Executor:
         self.num_starts = max(rows for rows, _ in prefill_shapes)
         self.num_fetches = 0
         self.wait_s = 0.0  # seconds that the host has waited for the device
+        self.compile_s = 0.0  # seconds that compiling ahead took
         # Already on the device, so that steady decoding sends nothing there.
         self._num_steps = tuple(jnp.int32(n) for n in range(config.max_window + 1))
         self._decoding: tuple[np.ndarray, Array] | None = None
@@ -75,11 +76,18 @@ class Executor:
 
     def compile(self, progress: Progress | None = None) -> None:
         """Returns None; every program that a request can need is compiled."""
+        start = time.perf_counter()
         keys = [("prefill", *shape) for shape in self._prefill_shapes]
         keys += [("decode", size) for size in self.decode_sizes]
         keys += [("score",), ("start",), ("map_pages",), ("copy_pages",)]
         keys += [("write_row",), ("stop_row",)]
         self._programs.compile(keys, progress)
+        self.compile_s += time.perf_counter() - start
+
+    @property
+    def num_programs(self) -> tuple[int, int]:
+        """Programs that there are, and how many of them JAX's persistent cache had."""
+        return self._programs.num_compiled, self._programs.num_cached
 
     def update_params(self, params: Params) -> None:
         """Returns None; later programs use `params`; ValueError if none was compiled for such."""

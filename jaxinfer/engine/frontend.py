@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -46,6 +47,9 @@ class Frontend:
         max_window: int = 8,
         max_logprobs: int = 20,
         prefix_cache: bool = True,
+        token_budget: int | None = None,
+        policy: str = "fcfs",
+        max_overtakes: int = 100,
         attention: str | None = None,
         batch_invariant: bool = False,
         logits_hook: LogitsHook | None = None,
@@ -68,6 +72,10 @@ class Frontend:
             max_logprobs: most likely tokens whose log-probabilities a request may ask for; at most
                 128.
             prefix_cache: whether requests share the pages of equal beginnings.
+            token_budget: most tokens of one step, one for each request that decodes and the rest
+                for prefill; None: a whole chunk beside all of them.
+            policy: "fcfs": first come, first served; "priority": requests of lower priority first.
+            max_overtakes: later requests that may go before a waiting one, by priority.
             attention: a backend of `pallas_kernels.paged_attention` by name; None: the platform's.
             batch_invariant: give a prompt bitwise the same tokens and log-probabilities whatever
                 else is computed; on CPU, and slower.
@@ -80,7 +88,8 @@ class Frontend:
         Raises:
             ValueError, FileNotFoundError: the model cannot be had, or an option is wrong.
         """
-        checkpoint = open_checkpoint(resolve(model))
+        path, start = resolve(model), time.perf_counter()
+        checkpoint = open_checkpoint(path)
         if max_model_len is None:
             longest = min(DEFAULT_MODEL_LEN, checkpoint.config.max_position)
             require(
@@ -97,15 +106,20 @@ class Frontend:
             max_window=max_window,
             max_logprobs=max_logprobs,
             prefix_cache=prefix_cache,
+            token_budget=token_budget,
+            policy=policy,
+            max_overtakes=max_overtakes,
             kv_dtype=kv_dtype or dtype,
             batch_invariant=batch_invariant,
         )
         self.tokenizer = _tokenizer_of(checkpoint)
         keep_compiled_programs()
         self._progress = progress
+        params = load_params(checkpoint, dtype=dtype, progress=self._reporter("loading"))
+        self._load_s = time.perf_counter() - start
         self._engine = Engine(
             Decoder(checkpoint.config, attention),
-            load_params(checkpoint, dtype=dtype, progress=self._reporter("loading")),
+            params,
             config,
             eos_ids=sorted({*checkpoint.config.eos_ids, *self.tokenizer.eos_ids}),
             num_valid_ids=min(self.tokenizer.vocab_size, checkpoint.config.vocab_size),
@@ -158,6 +172,10 @@ class Frontend:
             for text in dict.fromkeys((word, " " + word.lstrip())):
                 words.append(self.tokenizer.encode(text, add_special=False))
         return dataclasses.replace(params, bad_words=words) if words else params
+
+    def _metrics(self) -> dict[str, Any]:
+        """What the engine counted, and `load_s`: seconds of reading the checkpoint."""
+        return {**self._engine.metrics(), "load_s": self._load_s}
 
     def _begin(self, answer: Answer) -> None:
         """Returns None; the answer is under way."""

@@ -37,8 +37,10 @@ class LLM(Frontend):
             self._cancel(answer)
 
     def metrics(self) -> dict[str, Any]:
-        """What was counted since the start: see `Engine.metrics`."""
-        return self._engine.metrics()
+        """What was counted since the start: see `Engine.metrics`; and `load_s`: seconds of reading
+        the checkpoint.
+        """
+        return self._metrics()
 
     def update_params(self, params: Params) -> None:
         """Returns None; later steps use `params`, in place: see `Engine.update_params`."""
@@ -48,18 +50,23 @@ class LLM(Frontend):
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int | Sequence[int] = 0,
     ) -> list[RequestOutput]:
         """The finished outputs of the prompts (texts or token-id lists), in their order.
 
-        One `params` serves all prompts, or there is one for each. Raises ValueError before anything
-        is computed if one of them cannot run; the message says which.
+        One `params` serves all prompts, or there is one for each; so with `priority`: by policy
+        "priority" a lower one goes first. Raises ValueError before anything is computed if one of
+        them cannot run; the message says which.
         """
-        return self._run(_as_prompts(prompts), self._encode, params)
+        return self._run(_as_prompts(prompts), self._encode, params, priority)
 
     def chat(
         self,
         messages: Messages | Sequence[Messages],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int | Sequence[int] = 0,
         **template: Any,
     ) -> list[RequestOutput]:
         """The answers to one conversation or several, through the model's chat template.
@@ -69,7 +76,7 @@ class LLM(Frontend):
         one = len(messages) > 0 and isinstance(messages[0], Mapping)
         conversations = cast(Sequence[Messages], [messages] if one else messages)
         encode = functools.partial(encode_chat, self.tokenizer, **template)
-        return self._run(conversations, encode, params)
+        return self._run(conversations, encode, params, priority)
 
     def score(self, token_ids: Prompt | Sequence[Prompt]) -> np.ndarray | list[np.ndarray]:
         """float32 `[T - 1]`: the log-probability of each token given those before it, the first
@@ -82,35 +89,40 @@ class LLM(Frontend):
         scores = [scores_of(output) for output in outputs]
         return scores[0] if _is_prompt(token_ids) else scores
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> RequestStream:
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
+    ) -> RequestStream:
         """An iterator of outputs that grow as tokens arrive; closing it cancels the request."""
-        return RequestStream(self, self._submit(self._encode(prompt), prompt, params))
+        return RequestStream(self, self._submit(self._encode(prompt), prompt, params, priority))
 
     def stream_chat(
-        self, messages: Messages, params: SamplingParams | None = None, **template: Any
+        self,
+        messages: Messages,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        **template: Any,
     ) -> RequestStream:
         """`stream` for a conversation."""
         ids = encode_chat(self.tokenizer, messages, **template)
-        return RequestStream(self, self._submit(ids, None, params))
+        return RequestStream(self, self._submit(ids, None, params, priority))
 
     def _run(
-        self, prompts: Sequence[Any], encode: Callable[[Any], list[int]], params
+        self,
+        prompts: Sequence[Any],
+        encode: Callable[[Any], list[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: int | Sequence[int] = 0,
     ) -> list[RequestOutput]:
         """The finished outputs of prompts or conversations; an error cancels all of them."""
-        per_prompt = (
-            [params] * len(prompts) if isinstance(params, SamplingParams | None) else params
-        )
-        require(
-            len(per_prompt) == len(prompts),
-            f"{len(per_prompt)} SamplingParams were given for {len(prompts)} prompts. "
-            "Give one, or one for each.",
-        )
+        all_params = _for_each(prompts, params, SamplingParams | None, "SamplingParams")
+        priorities = _for_each(prompts, priority, Integral, "priorities")
         report = self._reporter("generating") or (lambda done, total: None)
         answers: list[Answer] = []
         try:
-            for prompt, one in zip(prompts, per_prompt, strict=True):
+            for prompt, *its in zip(prompts, all_params, priorities, strict=True):
                 try:
-                    answers.append(self._submit(encode(prompt), prompt, one))
+                    answers.append(self._submit(encode(prompt), prompt, *its))
                 except ValueError as error:
                     raise ValueError(f"Prompt {len(answers)}: {error}") from error
             while not all(answer.is_over for answer in answers):
@@ -121,9 +133,11 @@ class LLM(Frontend):
             for answer in answers:
                 self._cancel(answer)
 
-    def _submit(self, ids: Sequence[int], prompt: Any, params: SamplingParams | None) -> Answer:
+    def _submit(
+        self, ids: Sequence[int], prompt: Any, params: SamplingParams | None, priority: int
+    ) -> Answer:
         """The answer that is now under way."""
-        answer = self._ask(ids, prompt, params)
+        answer = self._ask(ids, prompt, params, priority=priority)
         self._begin(answer)
         return answer
 
@@ -151,6 +165,17 @@ class RequestStream(Iterator[RequestOutput]):
 
     def __del__(self):
         self.close()
+
+
+def _for_each(prompts: Sequence[Any], given: Any, kind: Any, name: str) -> Sequence[Any]:
+    """What was `given` for each prompt: one of that kind for all of them, or one for each."""
+    if isinstance(given, kind):
+        return [given] * len(prompts)
+    require(
+        len(given) == len(prompts),
+        f"{len(given)} {name} were given for {len(prompts)} prompts. Give one, or one for each.",
+    )
+    return given
 
 
 def _is_prompt(prompts: Prompt | Sequence[Prompt]) -> bool:

@@ -19,6 +19,7 @@ from jaxinfer.compute.logits import LogitsHook
 from jaxinfer.compute.types import DecodeState, KVCache
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine import device
+from jaxinfer.engine.compiles import CACHE_HIT, CompileCounter
 from jaxinfer.engine.device import Chunks, Scored, Starts
 
 Progress = Callable[[int, int], None]
@@ -81,12 +82,23 @@ class Programs:
             "copy_pages": jax.jit(device.copy_pages, donate_argnums=0),
         }
         self._compiled: dict[Key, jax.stages.Compiled] = {}
+        self._cached = CompileCounter(CACHE_HIT)
 
     def __getitem__(self, key: Key) -> jax.stages.Compiled:
         """The program of `key`, compiled now if it was not before."""
         if key not in self._compiled:
             self._compiled[key] = self._compile(key)
         return self._compiled[key]
+
+    @property
+    def num_compiled(self) -> int:
+        """Programs that there are by now."""
+        return len(self._compiled)
+
+    @property
+    def num_cached(self) -> int:
+        """Those of them that JAX's persistent cache had."""
+        return self._cached.count
 
     def compile(self, keys: list[Key], progress: Progress | None = None) -> None:
         """Returns None; the programs of `keys` are compiled, several at a time."""
@@ -98,7 +110,9 @@ class Programs:
                     progress(done, len(jobs))
 
     def _compile(self, key: Key) -> jax.stages.Compiled:
-        return self._functions[key[0]].lower(*self._arguments(key)).compile()
+        lowered = self._functions[key[0]].lower(*self._arguments(key))
+        with self._cached.watching():
+            return lowered.compile()
 
     def _arguments(self, key: Key) -> tuple[Any, ...]:
         """The shapes that the program of `key` takes."""

@@ -135,6 +135,8 @@ class PageAllocator:
 
     def release_unseen(self, request: Request) -> None:
         """Returns None; pages of which no later query sees a token are given back."""
+        if self._window is None:
+            return
         last = self._first_seen(request.num_computed) - 1
         unseen = []
         while last >= 0 and (page := request.pages[last]) is not None:

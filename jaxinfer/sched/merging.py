@@ -16,13 +16,13 @@ Piece = tuple[Entry, tuple[int, ...]]  # the page before, and the tokens of the 
 
 
 def merge(
-    requests: Iterable[Request], page_size: int
+    requests: Iterable[Request], page_size: int, most: int
 ) -> tuple[list[Request], dict[Request, Request]]:
-    """`(computing, leaders)`: those that compute for themselves, and for each of those that will
-    start with another, that other.
+    """`(computing, leaders)`: those that compute for themselves, `most` at most, and for each of
+    those that will start with another, that other.
 
     `requests` are all in prefill, in order of precedence. What is in neither waits for a page that
-    one ahead of it computes.
+    one ahead of it computes, or comes behind the `most`.
     """
     computing: list[Request] = []
     leaders: dict[Request, Request] = {}
@@ -37,6 +37,8 @@ def merge(
                 continue
             if request.num_known - request.num_computed > page_size:
                 continue
+        if len(computing) == most:
+            break
         computing.append(request)
         others.append(request)
     return computing, leaders

@@ -19,7 +19,7 @@ set.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from jaxinfer.config import EngineConfig, require
 from jaxinfer.sched.allocation import PageAllocator
@@ -31,6 +31,10 @@ from jaxinfer.sched.page_pool import PagePool
 from jaxinfer.sched.plan import Chunk, StepPlan
 from jaxinfer.sched.queue import RequestQueue
 from jaxinfer.sched.request import Request, Status
+
+# Requests that one prefill call chooses among: a multiple of its rows, so that they fill well, and
+# few enough that looking at all of them costs little.
+LOOKAHEAD = 32
 
 
 class Scheduler:
@@ -102,12 +106,12 @@ class Scheduler:
 
         Hand every result of it to `update`.
         """
-        self._catch_up()
+        for request in self._running:
+            self._pages.release_unseen(request)
         admitted = self._admit(now)
 
-        prefilling = [r for r in self._running if r.status is Status.PREFILL]
         gaps = [r.decode_gap for r in self._running if r.status is Status.DECODE]
-        computing, leaders = merge(prefilling, self.config.page_size)
+        computing, leaders = merge(self._prefilling(), self.config.page_size, LOOKAHEAD)
         shape, lengths = self._pick(computing, self._budget - len(gaps) + gaps.count(0))
         forks = {r: of for r, of in leaders.items() if lengths.get(of) == of.prefill_gap}
         num_steps = self._num_steps(gaps, bool(lengths))
@@ -203,12 +207,12 @@ class Scheduler:
         assert all(r.status is not Status.WAITING for r in running), "one that waits runs"
         assert all(r.status is Status.WAITING for r in waiting), "one that runs waits"
 
-    def _catch_up(self) -> None:
-        """Returns None; requests hold what others computed for them, and nothing unseen."""
+    def _prefilling(self) -> Iterator[Request]:
+        """Those that run and do not decode yet, each holding all that others computed for it."""
         for request in self._running:
             if request.status is Status.PREFILL:
                 self._pages.share(request, self._pages.match(request))
-            self._pages.release_unseen(request)
+                yield request
 
     def _admit(self, now: float | None) -> list[Request]:
         """The waiting requests that now run, in order, up to the first that does not fit."""

@@ -58,6 +58,14 @@ def test_mooncake_rows_become_requests(write):
     )
 
 
+def test_a_priority_may_stand_beside_the_hashes(write):
+    row = {"timestamp": 0, "input_length": 9, "output_length": 2, "hash_ids": [3]}
+    assert read_trace(write(json.dumps(row | {"priority": -2})))[0].priority == -2
+    assert scale(read_trace(write(json.dumps(row | {"priority": 7}))), divide=2)[0].priority == 7
+    with pytest.raises(ValueError, match="priority 0.5 is not an integer"):
+        read_trace(write(json.dumps(row | {"priority": 0.5})))
+
+
 def test_limit_takes_the_first_lines_and_reads_no_further(write):
     assert [one.num_prompt for one in read_trace(write(AZURE), limit=2)] == [300, 12]
     text = mooncake([0, 1, 1, [0]], [0, 2, 1, [0]]) + "\nbroken"

@@ -86,6 +86,9 @@ class FakeLLM:
         self.calls.append(("stream_chat", messages, params))
         return self._echo(messages[-1]["content"])
 
+    def metrics(self):
+        return {"load_s": 2.0, "compile_s": 3.25, "programs": 19, "cached_programs": 17}
+
     def _echo(self, prompt):
         if prompt == "refuse":
             raise ValueError("The prompt is refused.")

@@ -15,7 +15,7 @@ from jaxinfer.bench.replay import Record, Replay
 from jaxinfer.bench.timeline import TRACKS
 from jaxinfer.cli import bench as bench_command
 from jaxinfer.cli import main
-from jaxinfer.cli.options import ENGINE_OPTIONS
+from jaxinfer.cli.startup import Startup
 from jaxinfer.config import EngineConfig
 
 FOLDER = Path(__file__).parents[1] / "data" / "tiny" / "llama"
@@ -63,9 +63,17 @@ def test_a_trace_is_served_token_for_token(trace, tmp_path, capsys):
     assert found["ttft_ms"]["p50"] <= found["ttft_ms"]["p99"] <= 1e3 * found["duration_s"]
     assert 0 < found["device_share"] < 1
     assert found["engine"]["compiles_after_warmup"] == 0
+    check_startup(found["startup"])
     check_counters(json.loads(timeline.read_text()))
     check_work(json.loads(timeline.read_text()), sizes, found)
     assert "<svg" in plot.read_text()
+
+
+def check_startup(startup):
+    """Prefill of 1x16 alone, windows of one row, and what all engines have besides."""
+    assert startup["programs"] == 1 + 1 + 6
+    assert 0 <= startup["cached_programs"] <= startup["programs"]
+    assert all(startup[f"{part}_s"] > 0 for part in ("import", "load", "compile", "first_token"))
 
 
 def check_counters(trace):
@@ -113,7 +121,8 @@ def calls(monkeypatch):
         seen.append((requests, [len(prompt) for prompt in prompts], how["concurrency"]))
         return result
 
-    monkeypatch.setattr(bench_command, "make_engine", lambda *args: engine)
+    startup = Startup(1.0, 2.0, 3.25, 19, 17, 0.5)
+    monkeypatch.setattr(bench_command, "make_engine", lambda *args: (engine, startup))
     monkeypatch.setattr("jaxinfer.bench.replay.replay", serve)
     return seen
 
@@ -139,7 +148,11 @@ def test_the_loop_is_as_asked(calls, trace, capsys, argv, concurrency, arrivals,
 def test_a_request_without_all_its_tokens_is_exit_code_1_and_in_the_table(calls, capsys):
     assert bench("--model", "m", "--fixed", "4,2,7", "--requests", 5) == 1
     assert calls[0][1] == [4] * 5
-    about, first, second, *rest = capsys.readouterr().out.splitlines()
+    about, startup, first, second, *rest = capsys.readouterr().out.splitlines()
+    assert startup == (
+        "start-up  import 1.00 s, load 2.00 s, compile 3.25 s (19 programs, 17 of them from the "
+        "cache), first token 0.50 s"
+    )
     assert about.startswith("model m, dtype bfloat16, device cpu, traffic fixed 4,2,7, loop 3")
     assert first == "requests  1, 1 of them cut short, in 1.00 s: 1.00 per s"
     assert second == "tokens    4 in, 1 out: 1.0 out per s, 5.0 in all per s"
@@ -212,6 +225,6 @@ def test_without_matplotlib_a_plot_is_refused_before_anything_is_loaded(monkeypa
     assert "pip install 'jaxinfer[plot]'" in capsys.readouterr().err
 
 
-def test_every_engine_option_is_one_of_the_engine_or_of_the_model():
+def test_the_engine_options_are_those_of_the_engine_and_of_the_model():
     known = {field.name for field in dataclasses.fields(EngineConfig)} | {"dtype", "attention"}
-    assert {option.name for option in ENGINE_OPTIONS} <= known
+    assert {option.name for option in bench_command.BENCH_OPTIONS} == known

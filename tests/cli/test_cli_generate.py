@@ -25,6 +25,15 @@ def test_one_prompt_prints_its_answer_and_the_speed(llms, capsys):
     assert llms[0].closed
 
 
+@pytest.mark.parametrize("how", [(), ("--stream",)])
+def test_timing_says_where_the_time_to_the_first_token_went(llms, capsys, how):
+    assert generate("--timing", *how, "a b") == 0
+    parts = capsys.readouterr().err.splitlines()[-1].split(", ")
+    assert parts[0].startswith("start-up: import 0.")
+    assert parts[1:3] == ["load 2.00 s", "compile 3.25 s (19 programs"]
+    assert parts[3:] == ["17 of them from the cache)", "first token 0.25 s"]
+
+
 def test_a_drawn_answer_comes_with_the_seed_that_repeats_it(llms, capsys):
     generate("a")
     assert capsys.readouterr().err.endswith(" tokens/s  seed 99\n")

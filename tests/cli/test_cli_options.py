@@ -44,6 +44,18 @@ def test_engine_options_are_keywords_of_the_model_with_the_defaults_that_help_sh
         assert keywords[option.name].default == shown[option.name]
 
 
+def test_a_model_takes_all_that_its_engine_does():
+    keywords = inspect.signature(jaxinfer.LLM).parameters
+    for field in dataclasses.fields(EngineConfig):
+        if field.name != "max_model_len":  # None: what the model can
+            assert keywords[field.name].default == field.default, field.name
+
+
+def test_what_is_on_can_be_turned_off():
+    assert engine_keywords(parse("--no-prefix-cache"))["prefix_cache"] is False
+    assert engine_keywords(parse("--prefix-cache"))["prefix_cache"] is True
+
+
 @pytest.mark.parametrize("name", ["RequestOutput", "CompletionOutput", "RequestMetrics"])
 def test_the_fakes_have_no_field_that_the_outputs_lack(fakes, name):
     real = dataclasses.fields(getattr(outputs, name))

@@ -6,6 +6,8 @@ import asyncio
 import threading
 import time
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -235,6 +237,60 @@ def test_a_priority_reaches_the_engine(async_llm):
         await read_all([stream, chat])
 
     run(main())
+
+
+def test_the_counters_are_read_between_two_steps(async_llm):
+    async def main():
+        before = await async_llm.metrics()
+        stream = async_llm.generate("hi", ENDLESS)
+        await anext(stream)
+        during = await async_llm.metrics()
+        await read_rest(stream)
+        return before, during, await async_llm.metrics()
+
+    before, during, after = run(main())
+    assert during["num_running"] == 1 and during["pages_held"] >= 1
+    assert (after["num_running"], after["pages_held"]) == (0, 0)
+    assert after["output_tokens"] - before["output_tokens"] == ENDLESS.max_tokens
+    for found in (before, during, after):
+        pages = found["pages_held"] + found["pages_cached"] + found["pages_free"]
+        assert pages == found["pages_total"]
+        assert found["load_s"] > 0
+
+
+def test_new_weights_come_between_two_steps(async_llm, llm, wide):
+    greedy = sampled(temperature=0.0, max_tokens=60, ignore_eos=True)
+    head = {"head": {"weight": wide.params["head"]["weight"][::-1]}}
+    other, half = wide.params | head, jax.tree.map(jnp.bfloat16, wide.params)
+    old = wanted(llm, [("hi", greedy)])
+
+    async def main():
+        stream = async_llm.generate("hi", greedy)
+        first = await anext(stream)
+        await async_llm.update_params(other)
+        last = (await read_rest(stream))[-1]
+        with pytest.raises(ValueError, match="Keep shape, dtype"):
+            await async_llm.update_params(half)
+        new = (await read(async_llm.generate("hi", greedy)))[-1]
+        await async_llm.update_params(wide.params)
+        again = (await read(async_llm.generate("hi", greedy)))[-1]
+        return first.outputs[0].token_ids, last.outputs[0].token_ids, new, again
+
+    with patient(async_llm):
+        first, last, new, again = run(main())
+    (_, _, [(old_ids, *_)]) = old[0]
+    same = [a == b for a, b in zip(old_ids, last)]
+    assert len(last) == 60 and last[: len(first)] == first
+    assert False in same and same.index(False) >= len(first), "old tokens, then new ones"
+    assert results([again]) == old
+    assert (new.cached_tokens, again.cached_tokens) == (0, 0)
+    llm.update_params(other)
+    assert results([new]) == wanted(llm, [("hi", greedy)])
+    llm.update_params(wide.params)
+
+
+async def read_rest(stream):
+    return [output async for output in stream]
 
 
 def test_no_more_may_wait_than_max_waiting(make_async_llm):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxinfer import Engine
-from jaxinfer.engine.compiles import CompileCounter
+from jaxinfer.engine.compiles import CACHE_HIT, CompileCounter
 from jaxinfer.engine.metrics import SECONDS, Histogram
 
 from .serving import CONFIG, GREEDY, prompt_of, run
@@ -62,6 +62,27 @@ def test_compilations_of_the_watching_thread_are_counted():
     assert counter.count == first
     double(jnp.ones(5)).block_until_ready()
     assert counter.count == first, "nobody watched"
+
+
+def test_programs_that_the_cache_had_are_counted_apart():
+    counts, x = [], jnp.ones(3)
+    counter, hits = CompileCounter(), CompileCounter(CACHE_HIT)
+    for _ in range(2):
+
+        def only_here(x):
+            return x * 3.25 - 7
+
+        with counter.watching(), hits.watching():
+            jax.jit(only_here)(x).block_until_ready()
+        counts.append((counter.count, hits.count))
+    assert counts == [(1, 0), (2, 1)]
+
+
+def test_programs_are_counted(make_engine, programs):
+    found = make_engine().metrics()
+    assert found["programs"] == programs[1][-1][1]  # all that were compiled ahead, and no more
+    assert 0 <= found["cached_programs"] <= found["programs"]
+    assert found["compile_s"] == 0.0, "this engine had them from another"
 
 
 def test_a_compilation_after_warm_up_is_counted_and_strictly_raises(make_engine, monkeypatch):

@@ -53,6 +53,28 @@ def test_one_prompt_or_many_one_params_or_one_each(llm):
         llm.generate(["a", "b", "c"], each[:2])
 
 
+def test_prompts_of_lower_priority_go_first_where_the_policy_heeds_it(make_llm):
+    prompts = [[BOS, *range(10 + i, 69 + i)] for i in range(7)]
+    priorities = [5, 1, 4, 0, 6, 2, 3]
+    params = sampled(max_tokens=2, ignore_eos=True)
+    for policy, order in (("fcfs", [0, 1, 2, 3, 4, 5, 6]), ("priority", [3, 1, 5, 6, 2, 0, 4])):
+        llm = make_llm(policy=policy, prefix_cache=False)
+        step, firsts = llm._engine.step, []
+
+        def recorded(step=step, firsts=firsts):
+            outputs = step()
+            firsts += [o.request for o in outputs if len(o.request.output_ids) == len(o.new_ids)]
+            return outputs
+
+        llm._engine.step = recorded
+        outputs = llm.generate(prompts, params, priority=priorities)
+        assert [prompts.index(list(request.prompt_ids)) for request in firsts] == order
+        assert [output.prompt_token_ids for output in outputs] == [*map(tuple, prompts)]
+    assert llm.stream("hi", priority=-1)._answer.requests[0].priority == -1
+    with pytest.raises(ValueError, match="2 priorities were given for 7 prompts"):
+        llm.generate(prompts, params, priority=[1, 2])
+
+
 def test_a_stream_grows_to_what_generate_gives(llm):
     params = SCRIPTED.replace(max_tokens=13)
     (whole,) = llm.generate("hi", params)

@@ -116,6 +116,23 @@ def test_a_shared_beginning_is_counted_exactly_all_at_once(prefill_chunk):
     assert world.scheduler.counters.cached_tokens == 7 * 1600
 
 
+def test_what_lies_behind_those_that_a_call_chooses_among_is_shared_later():
+    """40 prompts of their own, more than are looked at; among the last of all, four begin alike."""
+    world = World(config(max_model_len=64, max_num_seqs=44, page_size=8, prefill_chunk=64))
+    for i in range(40):
+        world.put(f"own {i}", tokens(30, first=100 * (i + 1)), max_tokens=4)
+    alike = [
+        world.put(f"alike {i}", tokens(24) + tokens(6, first=9000 + 100 * i), max_tokens=4)
+        for i in range(4)
+    ]
+    plan = world.step()
+    assert len(plan.admitted) == 44
+    world.run()
+    world.check_results()
+    assert [request.num_cached for request in alike] == [0, 24, 24, 24]
+    assert world.num_computed == 40 * 30 + 24 + 4 * 6
+
+
 def test_one_that_waits_takes_pages_as_they_are_planned_and_none_of_its_own_before():
     world = World(config(page_size=4, prefill_chunk=8))
     a, b = world.put("a", tokens(22)), world.put("b", (*tokens(17), 99, 98, 97))
