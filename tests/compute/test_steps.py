@@ -23,7 +23,7 @@ from jaxinfer.compute import (
     start_decode,
 )
 
-V, EOS, B, T, PAGE, MAX_STEPS = 256, 2, 5, 40, 8, 8
+V, EOS, B, T, PAGE, MAX_STEPS = 256, 2, 5, 45, 8, 8
 # Rows own seven pages each, scattered over 40; five pages belong to nobody.
 TABLE_BM = np.random.default_rng(0).permutation(40)[: 7 * B].reshape(B, 7).astype(np.int32)
 NUM_PAGES = 40
@@ -60,11 +60,14 @@ def steps(tiny_llama):
 LENGTHS = (1, 7, 16, 33, 40)
 
 
-def batch_of(steps, lengths=LENGTHS, starts=(0,) * B):
-    """Tokens starts[b]..lengths[b]-1 of the prompt in each row; none where they are equal."""
+def batch_of(steps, lengths=LENGTHS, starts=(0,) * B, ids=None):
+    """Tokens starts[b]..lengths[b]-1 of `ids`, if not of the prompt, in each row; none where they
+    are equal.
+    """
+    ids = steps.prompt_ids if ids is None else ids
     tokens_BT = np.zeros((B, T), np.int32)
     for row, start, end in zip(tokens_BT, starts, lengths):
-        row[: end - start] = steps.prompt_ids[start:end]
+        row[: end - start] = ids[start:end]
     lengths, starts = np.array(lengths, np.int32), np.array(starts, np.int32)
     return PrefillBatch(tokens_BT, lengths - starts, lengths, TABLE_BM)
 
@@ -125,20 +128,22 @@ def test_each_seed_of_one_prefill_draws_what_it_draws_alone(steps):
         assert alone.tokens_BW[b, 0] == tokens[b]
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 8, 16, 39, 40])
-def test_a_prompt_in_chunks_gives_what_it_gives_whole(steps, chunk):
-    sampling = sampling_of(steps)
-    _, whole = steps.prefill(steps.params, steps.new_cache(), batch_of(steps), sampling)
+@pytest.mark.parametrize("chunk", [1, 7, 8, 16, 44, 45, 64])
+def test_a_prompt_in_chunks_gives_what_it_gives_whole(steps, tiny_llama, chunk):
+    lengths, ids = (1, 7, 16, 33, 45), tiny_llama.refs["long_prompt_ids"]
+    sampling, batch = sampling_of(steps), batch_of(steps, lengths, ids=ids)
+    _, whole = steps.prefill(steps.params, steps.new_cache(), batch, sampling)
     cache, got, logits = steps.new_cache(), [None] * B, [None] * B
     for start in range(0, T, chunk):
-        starts = [min(start, length) for length in LENGTHS]
-        ends = [min(start + chunk, length) for length in LENGTHS]
-        cache, output = steps.prefill(steps.params, cache, batch_of(steps, ends, starts), sampling)
+        starts = [min(start, length) for length in lengths]
+        ends = [min(start + chunk, length) for length in lengths]
+        batch = batch_of(steps, ends, starts, ids)
+        cache, output = steps.prefill(steps.params, cache, batch, sampling)
         for b in range(B):
-            if starts[b] < ends[b] == LENGTHS[b]:
+            if starts[b] < ends[b] == lengths[b]:
                 got[b], logits[b] = int(output.tokens_BW[b, 0]), output.logits_BV[b]
     assert got == np.asarray(whole.tokens_BW)[:, 0].tolist()
-    np.testing.assert_allclose(np.stack(logits), whole.logits_BV, atol=1e-4, rtol=0)
+    np.testing.assert_allclose(np.stack(logits), whole.logits_BV, atol=1e-5, rtol=0)
 
 
 def test_prefill_and_steps_give_the_reference_ids_and_logits(steps, tiny_llama):

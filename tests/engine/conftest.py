@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 
 import jax
@@ -11,6 +12,7 @@ import pytest
 
 from jaxinfer import LLM, AsyncLLM, Engine
 from jaxinfer.compute import generate, make_sampling_state
+from jaxinfer.sched import Scheduler
 
 from .serving import CONFIG, EOS, V, result, run, script, widen
 from .streaming import LONG, assert_quiet
@@ -40,11 +42,16 @@ def programs(wide):
 
 @pytest.fixture(scope="session")
 def make_engine(wide, programs):
-    """A function that makes a new engine of `CONFIG` on the compiled programs."""
+    """A function that makes a new engine of `CONFIG` on the compiled programs.
 
-    def make(*, params=None, **keywords):
+    `host` are changes of `CONFIG` that its scheduler alone goes by: fewer pages or rows than the
+    device has, smaller chunks, another order.
+    """
+
+    def make(*, params=None, host=(), **keywords):
         engine = Engine(wide.model, params or wide.params, CONFIG, logits_hook=script, **keywords)
         engine._executor._programs = programs[0]
+        engine.scheduler = Scheduler(dataclasses.replace(CONFIG, **dict(host)))
         return engine
 
     return make

@@ -84,6 +84,33 @@ def results(requests):
     return [result(request) for request in requests]
 
 
+def note_chunks(engine):
+    """A list that from now on gets the number of tokens of every chunk that `engine` computes."""
+    lengths, prefill = [], engine._executor.prefill
+
+    def noted(chunks):
+        lengths.extend(count for count in chunks.query_lens_B.tolist() if count)
+        return prefill(chunks)
+
+    engine._executor.prefill = noted
+    return lengths
+
+
+def assert_same_logprobs(request, other, atol=1e-4):
+    """Asserts that both have the same log-probabilities, of prompt and output: as many as the one
+    got if it was cancelled, else all.
+    """
+    for got, want in [
+        (request.logprobs, other.logprobs),
+        (request.prompt_logprobs[1:], other.prompt_logprobs[1:]),
+    ]:
+        assert len(got) == len(want) or request.finish_reason == "cancelled"
+        for one, same in zip(got, want):
+            assert one.token_id == same.token_id
+            values = [[entry.logprob, *entry.top.values()] for entry in (one, same)]
+            np.testing.assert_allclose(*values, atol=atol, rtol=0)
+
+
 class PlainDevice:
     """Stands in for `Executor`: keeps tokens where keys would stand and hashes what it finds there.
 

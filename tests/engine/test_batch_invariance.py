@@ -11,6 +11,7 @@ import jax
 import pytest
 
 from jaxinfer import Engine, EngineConfig, SamplingParams
+from jaxinfer.sched import Scheduler
 
 from .serving import drain, prompt_of, run
 
@@ -19,7 +20,7 @@ CONFIG = EngineConfig(
     max_num_seqs=32,
     page_size=16,
     num_pages=256,
-    prefill_chunk=64,
+    prefill_chunk=32,  # few shapes of calls to compile
     max_window=4,
     max_logprobs=5,
     batch_invariant=True,
@@ -98,10 +99,22 @@ def test_each_of_32_gives_what_it_gives_alone(world):
     assert [bits(request) for request in requests] == [world.alone(*job) for job in jobs]
 
 
-@pytest.mark.parametrize("prefill_chunk", [16, 127])
-def test_any_chunks(world, prefill_chunk):
+@pytest.mark.parametrize("tokens", [5, 16, 31])
+def test_any_chunks(world, tokens):
+    """Of so many tokens, or fewer beside rows that decode."""
+    engine = world.make()
+    few = dataclasses.replace(CONFIG, max_num_seqs=4, token_budget=tokens, prefix_cache=False)
+    engine.scheduler = Scheduler(few)
     jobs = [(PROMPT, params) for params in KINDS]
-    requests = [*run(world.make(prefill_chunk=prefill_chunk), jobs)]
+    requests = run(engine, jobs)
+    assert [bits(request) for request in requests] == [world.alone(*job) for job in jobs]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("prefill_chunk", [16, 64, 127])
+def test_any_shapes_of_chunks(world, prefill_chunk):
+    jobs = [(PROMPT, params) for params in KINDS]
+    requests = run(world.make(prefill_chunk=prefill_chunk), jobs)
     assert [bits(request) for request in requests] == [world.alone(*job) for job in jobs]
 
 

@@ -26,6 +26,7 @@ from .serving import (
     SCRIPT,
     SCRIPTED,
     V,
+    assert_same_logprobs,
     drain,
     prompt_of,
     result,
@@ -101,14 +102,18 @@ def test_steps_in_a_users_own_scan_equal_the_engine(wide, engine):
 
 
 @pytest.mark.parametrize("order", ["up", "down", "mixed"])
-def test_every_batch_size_and_order_gives_the_same_ids(engine, alone, order):
+def test_every_batch_size_and_order_gives_the_same(engine, make_engine, order):
     lengths = [1, 7, 16, 33, 1, 7, 16, 33]
-    jobs = [(prompt_of(n, i), GREEDY.replace(max_tokens=6)) for i, n in enumerate(lengths)]
+    params = GREEDY.replace(max_tokens=6, logprobs=20)
+    jobs = [(prompt_of(n, i), params) for i, n in enumerate(lengths)]
     if order != "up":
         jobs = jobs[::-1] if order == "down" else jobs[::3] + jobs[1::3] + jobs[2::3]
-    want = [alone(*job) for job in jobs]
+    quiet = make_engine(host={"prefix_cache": False})
+    alone = [run(quiet, [job])[0] for job in jobs]
     for size in range(1, 9):
-        assert results(run(engine, jobs[:size])) == want[:size]
+        for request, solo in zip(run(engine, jobs[:size]), alone):
+            assert result(request) == result(solo)
+            assert_same_logprobs(request, solo)
 
 
 def test_requests_may_join_at_any_step(engine, alone):

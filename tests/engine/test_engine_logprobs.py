@@ -10,13 +10,24 @@ import jax
 import numpy as np
 import pytest
 
-from jaxinfer import CacheConfig, Engine, EngineConfig, SamplingParams
+from jaxinfer import CacheConfig, EngineConfig, SamplingParams
 from jaxinfer.compute import init_cache, make_prefill_batch
 from jaxinfer.compute.cutoff import TOP_P_SLACK
 from jaxinfer.compute.steps import prefill_hidden
 
 from ..compute import sampling_oracle
-from .serving import CONFIG, EOS, GREEDY, SCRIPTED, V, drain, prompt_of, result, run
+from .serving import (
+    CONFIG,
+    EOS,
+    GREEDY,
+    SCRIPTED,
+    V,
+    drain,
+    note_chunks,
+    prompt_of,
+    result,
+    run,
+)
 
 WIDTH = 192
 
@@ -225,18 +236,11 @@ def test_every_length_of_prompt(engine, logits_of):
         assert scores == pytest.approx(want[: length - 1].tolist(), abs=1e-4)
 
 
-@pytest.mark.parametrize("prefill_chunk", [16])
-def test_every_chunk_size_gives_the_same(wide, engine, prefill_chunk):
-    """16 tokens, 64 and the whole prompt at once."""
-    config = EngineConfig(
-        max_model_len=256,
-        max_num_seqs=1,
-        page_size=8,
-        prefill_chunk=prefill_chunk,
-        max_window=4,
-        kv_dtype="float32",
-    )
-    other = Engine(wide.model, wide.params, config, eos_ids=[EOS])
+@pytest.mark.parametrize("tokens", [9, 16, 23])
+def test_every_chunk_size_gives_the_same(make_engine, engine, tokens):
+    """As chunks of 64, of which the last is short."""
+    other = make_engine(host={"token_budget": tokens})
+    lengths = note_chunks(other)
     for mode in ("raw", "processed"):
         params = asking(2, prompt_logprobs=4, top_k=9, frequency_penalty=1.0, max_tokens=1)
         job = prompt_of(150), params.replace(logprobs_mode=mode)
@@ -249,6 +253,8 @@ def test_every_chunk_size_gives_the_same(wide, engine, prefill_chunk):
         ):
             assert one.logprob == pytest.approx(same.logprob, abs=1e-4)
             assert list(one.top.values()) == pytest.approx(list(same.top.values()), abs=1e-4)
+    whole, rest = divmod(150, tokens)
+    assert lengths == 2 * [*[tokens] * whole, rest]
 
 
 def test_what_was_generated_scores_as_it_was_when_it_is_a_prompt(engine):

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from .serving import CONFIG, GREEDY, SCRIPT, SCRIPTED, drain, prompt_of, run
+from .serving import CONFIG, GREEDY, SCRIPT, SCRIPTED, drain, prompt_of, results, run
 
 
 class Recorder:
@@ -68,6 +68,16 @@ def test_nothing_is_compiled_once_all_is(make_engine, monkeypatch):
         for _ in range(3):
             engine.step()
         engine.cancel(request.id)
+
+
+def test_params_that_are_bound_to_a_device_compile_nothing_new(make_engine, wide, alone):
+    """As those that are not: a program takes both."""
+    bound = jax.device_put(wide.params, jax.devices()[0])
+    kinds = [{leaf.committed for leaf in jax.tree.leaves(tree)} for tree in (wide.params, bound)]
+    assert kinds == [{False}, {True}]
+    engine, jobs = make_engine(params=bound), [(prompt_of(n), GREEDY) for n in (5, 40)]
+    assert results(run(engine, jobs)) == [alone(*job) for job in jobs]
+    assert engine.metrics()["compiles_after_warmup"] == 0
 
 
 def test_the_next_window_is_dispatched_before_the_last_is_read(make_engine):

@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 
 import pytest
 
 from jaxinfer import Engine, EngineConfig, SamplingParams
+from jaxinfer.compute import Decoder
 
-from .serving import EOS, PlainDevice, drain, hashed_output, prompt_of, result, results, run
+from .serving import (
+    EOS,
+    PlainDevice,
+    drain,
+    hashed_output,
+    note_chunks,
+    prompt_of,
+    result,
+    results,
+    run,
+)
 
 
 @pytest.fixture
 def plain_engine(monkeypatch, wide):
     """A function from the fields of `EngineConfig` to an engine that runs on `PlainDevice`."""
     monkeypatch.setattr("jaxinfer.engine.engine.Executor", PlainDevice)
+    model = Decoder(dataclasses.replace(wide.model.config, max_position=4096))
 
     def make(**fields):
-        return Engine(wide.model, wide.params, EngineConfig(kv_dtype="float32", **fields))
+        return Engine(model, wide.params, EngineConfig(kv_dtype="float32", **fields))
 
     return make
 
@@ -46,6 +59,33 @@ def test_500_requests_get_their_output_and_leave_every_page_free(plain_engine, p
     assert got == expected(jobs, 64)
     assert {reason for _, reason in got} == {"stop", "length"}
     assert engine.scheduler.pool.num_available == 128 // page_size
+
+
+@pytest.mark.parametrize(
+    "length, page_size, prefill_chunk, num_cached",
+    [(16, 16, 512, 0), (32, 16, 512, 16), (32, 16, 16, 16), (45, 8, 8, 40)],
+)
+def test_a_prompt_twice(plain_engine, length, page_size, prefill_chunk, num_cached):
+    """At least its last token is computed again, in one chunk."""
+    engine = plain_engine(
+        max_model_len=64, max_num_seqs=2, page_size=page_size, prefill_chunk=prefill_chunk
+    )
+    job, lengths = (prompt_of(length), SamplingParams(max_tokens=6)), note_chunks(engine)
+    first, second = run(engine, [job])[0], run(engine, [job])[0]
+    assert result(first) == result(second) == hashed_output(*job, 64)
+    assert second.num_cached == num_cached
+    assert sum(lengths) == 2 * length - num_cached and lengths[-1] == length - num_cached
+
+
+def test_a_shared_beginning_is_counted_exactly(plain_engine):
+    """1600 tokens that five prompts begin with: four find them."""
+    engine = plain_engine(max_model_len=2048, max_num_seqs=4, page_size=32)
+    begin = prompt_of(1600)
+    jobs = [(begin + prompt_of(100, i), SamplingParams(max_tokens=4)) for i in range(5)]
+    assert results(run(engine, jobs)) == expected(jobs, 2048)
+    found = engine.scheduler.counters
+    assert (found.prompt_tokens, found.cached_tokens) == (5 * 1700, 4 * 1600)
+    assert found.prefill_tokens == 1600 + 5 * 100
 
 
 CHUNKS = (1, 7, 8, 16, 44, 45, 64)

@@ -30,7 +30,7 @@ def plain(model, params, ids, max_position):
     return tokens[0].tolist()
 
 
-def test_the_engine_takes_the_factors_of_its_longest_request(loaded):
+def test_the_engine_takes_the_factors_of_its_longest_request(loaded, argmax_only):
     """The model was first trained for 32 tokens."""
     model, params = loaded
     ids = np.random.default_rng(1).integers(3, 256, 20).tolist()

@@ -9,7 +9,7 @@ import pytest
 from jaxinfer import SamplingParams
 from jaxinfer.compute import make_sampling_state
 
-from .serving import CONFIG, EOS, GREEDY, V, drain, prompt_of, result, results
+from .serving import CONFIG, EOS, GREEDY, V, drain, note_chunks, prompt_of, result, results
 from .texts import assert_idle
 
 SAMPLED = SamplingParams(temperature=1.0, seed=7, max_tokens=10, ignore_eos=True)
@@ -26,16 +26,9 @@ def test_each_equals_a_whole_recomputation_with_its_index(engine, oracle, length
     assert len({tuple(sample.output_ids) for sample in samples}) == n
 
 
-def test_the_prompt_is_computed_once(engine, monkeypatch):
-    lengths = []
-    prefill = engine._executor.prefill
-
-    def counted(chunks):
-        lengths.extend(chunks.query_lens_B.tolist())
-        return prefill(chunks)
-
-    monkeypatch.setattr(engine._executor, "prefill", counted)
-    prompt = prompt_of(50)
+def test_the_prompt_is_computed_once(make_engine):
+    engine = make_engine()
+    lengths, prompt = note_chunks(engine), prompt_of(50)
     engine.add_samples(prompt, SAMPLED.replace(n=3))
     drain(engine)
     assert sum(lengths) == len(prompt)
