@@ -41,7 +41,7 @@ def test_the_bound_is_what_was_counted_by_hand():
         script.num_shareable([TracedRequest(0.0, 9, 1)], 8)
 
 
-def test_the_engine_reaches_the_bound(trace, capsys, argmax_only):
+def test_the_engine_reaches_the_bound(trace, capsys):
     argv = ["--trace", str(trace), "--divide", "64", "--page-size", "8", "--concurrency", "2"]
     script.main([*argv, "--pools"])
     first, bound, _, whole = capsys.readouterr().out.splitlines()
