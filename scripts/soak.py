@@ -37,7 +37,7 @@ SETTLE_S = 120.0  # what is allocated once is by then
 MAX_GROWTH = 0.01  # of resident memory
 MAX_DRIFT = 0.10  # of the cost of a request
 PROBE = (64, 32)  # tokens of the prompt and of the output
-PROBES = 3  # of each kind at a time; the cheapest counts
+PROBES = 5  # of each kind at a time; the cheapest counts
 
 GREEDY = jaxinfer.SamplingParams(temperature=0.0, max_tokens=PROBE[1], ignore_eos=True)
 # Fewer pages than the rows can fill, so that requests are preempted.

@@ -43,11 +43,12 @@ class FakeEngine:
         self._clock = clock
         self._requests = []
 
-    def add_request(self, prompt, params):
+    def add_request(self, prompt, params, priority=0):
         request = SimpleNamespace(
             id=str(len(self.sent)),
             prompt=prompt,
             params=params,
+            priority=priority,
             num_left=params.max_tokens,
             times=SimpleNamespace(first_scheduled=None),
         )

@@ -9,6 +9,8 @@ import pytest
 from jaxinfer.bench.traces import TracedRequest
 from scripts import bench_peers as script
 
+from ..bench.fake_engine import FakeClock, FakeEngine
+
 MODEL = Path(__file__).parents[1] / "data" / "tiny" / "llama"
 ROWS = [(9, 4), (30, 2), (12, 9), (5, 3)]
 # Stands in for transformers: the first token of each batch after 1 s, then one every 0.5 s.
@@ -31,7 +33,18 @@ def trace(tmp_path):
     return path
 
 
+class CountingEngine(FakeEngine):
+    """Says that of 64 tokens prefill calls computed 46 were some, of 16 decode rows 11."""
+
+    def metrics(self):
+        counted = {"prefill_tokens": 46, "padded_tokens": 18, "output_tokens": 11}
+        found = super().metrics() | counted | {"idle_row_steps": 5}
+        return {name: self.num_steps * value for name, value in found.items()}
+
+
 def test_both_serve_the_same_and_each_has_its_line(trace, tmp_path, monkeypatch, capsys):
+    engine = CountingEngine(FakeClock())
+    monkeypatch.setattr(script, "make_engine", lambda *args: engine)
     peer = tmp_path / "peer.py"
     peer.write_text(FAKE)
     monkeypatch.setattr(script, "PEER", peer)
@@ -53,8 +66,10 @@ def test_both_serve_the_same_and_each_has_its_line(trace, tmp_path, monkeypatch,
     times = ["1,000.0", "1,000.0", "500.0", "500.0"]
     waste = [f"{1 - 46 / 64:.1%}", f"{1 - 11 / 16:.1%}"]
     assert [name, *cells] == ["transformers", "6.1", "1.5", *times, *waste, "-", "7.0"]
+    sent = [(request.prompt, request.params.max_tokens) for _, request in engine.sent]
+    assert sent == [tuple(request) for request in job["requests"]] and engine.most == 2
     assert ours.split()[0] == "jaxinfer" and len(ours.split()) == len(theirs.split())
-    assert float(ours.split()[1]) > 0 and ours.split()[7] in aims
+    assert ours.split()[7:9] == waste and f"padding {waste[0]} (aim: at most 10%)" in aims
     assert version == "fake 1"
 
 

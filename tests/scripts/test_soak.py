@@ -44,6 +44,7 @@ def test_the_exit_code_is_1_if_anything_grows(monkeypatch, memory, costs, code):
     assert soak.main([]) == code
 
 
+@pytest.mark.slow
 def test_a_short_run_serves_every_kind_and_leaves_nothing(tmp_path, monkeypatch, capsys):
     write_model(tmp_path / "model")
     small = soak.ENGINE | {"max_num_seqs": 4, "prefill_chunk": 64, "max_model_len": 448}
