@@ -133,7 +133,10 @@ def test_after_a_prefix_hit(world, params):
         assert bits(request) == world.alone(prompt, params)
 
 
-@pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+@pytest.mark.parametrize(
+    "params",
+    [pytest.param(GREEDY, marks=pytest.mark.slow, id="greedy"), pytest.param(DRAWN, id="drawn")],
+)
 def test_preempted_at_each_step(world, params):
     engine = world.make(prefix_cache=False, max_window=1)
     num_pages, lost = CONFIG.cache.num_pages, set()
