@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 
 from jaxinfer import load
+from jaxinfer.compute.cutoff import open_cutoff
+from jaxinfer.compute.sampling import Distribution
 
 DATA = Path(__file__).parent / "data"
 TINY = DATA / "tiny"
@@ -46,7 +48,13 @@ def argmax_only(monkeypatch):
     def argmax(logits_BV, sampling, positions_B, *, logits_hook=None):
         return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
 
+    def draw(logits_BV, sampling, positions_B, *, logits_hook=None):
+        best_B = argmax(logits_BV, sampling, positions_B)
+        return best_B, Distribution(
+            logits_BV, best_B, jnp.max(logits_BV, -1), open_cutoff(logits_BV)
+        )
+
     names = ("jaxinfer.compute.steps", "jaxinfer.compute.generate")
     steps, whole = map(importlib.import_module, names)
-    monkeypatch.setattr(steps, "draw", lambda *args, **more: (argmax(*args, **more), None))
+    monkeypatch.setattr(steps, "draw", draw)
     monkeypatch.setattr(whole, "sample", argmax)

@@ -75,13 +75,24 @@ def computed(model, params, ids, chunks, *, rows=1, at=0):
     return np.concatenate(found), held[:, : len(ids)].tobytes()
 
 
+# The chunks that a prompt of 45 tokens is computed in, and beside which other rows.
+PLACES = [
+    ([17] * 3, dict(rows=5, at=4)),
+    ([1] * 45, dict(rows=5, at=2)),
+    ([64], dict(rows=5, at=4)),
+    ([17, 64], {}),
+    ([1] * 45, {}),
+]
+
+
 @functools.cache
 def jitted(model):
     return jax.jit(model, donate_argnums=1)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_no_shape_changes_a_bit(family, dtype):
+@pytest.mark.parametrize("places", [PLACES[:2], pytest.param(PLACES[2:], marks=pytest.mark.slow)])
+def test_no_shape_changes_a_bit(family, dtype, places):
     """Whole, in chunks, token by token, beside others: the same hidden states, keys and values."""
     plain, params = family[dtype]
     model = dataclasses.replace(plain, batch_invariant=True)
@@ -89,19 +100,21 @@ def test_no_shape_changes_a_bit(family, dtype):
     x_TD, held = computed(model, params, ids, [45])
     atol = 1e-4 if dtype == "float32" else 0.1
     np.testing.assert_allclose(x_TD, computed(plain, params, ids, [45])[0], atol=atol)
-    for chunks, place in [
-        ([17, 64], {}),
-        ([1] * 45, {}),
-        ([64], dict(rows=5, at=4)),
-        ([1] * 45, dict(rows=5, at=2)),
-    ]:
+    for chunks, place in places:
         other_x_TD, other_held = computed(model, params, ids, chunks, **place)
         assert other_x_TD.tobytes() == x_TD.tobytes(), (chunks, place)
         assert other_held == held, (chunks, place)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("width", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
+@pytest.mark.parametrize(
+    "dtype, width",
+    # The dtype ends at the logits, which are float32.
+    [
+        ("float32", 1),
+        pytest.param("float32", 4, marks=pytest.mark.slow),
+        pytest.param("bfloat16", 1, marks=pytest.mark.slow),
+    ],
+)
 def test_a_row_samples_the_same_in_any_batch(tiny_llama, dtype, width):
     """In one of 21 rows and in one of `width`."""
     model = dataclasses.replace(tiny_llama.model, batch_invariant=True)
@@ -111,7 +124,7 @@ def test_a_row_samples_the_same_in_any_batch(tiny_llama, dtype, width):
         SamplingParams(temperature=0.0, logprobs=3),
         SamplingParams(top_p=0.9, seed=1, logprobs=3),
         SamplingParams(top_k=9, seed=2, logprobs=3, logprobs_mode="processed"),
-        SamplingParams(min_p=0.1, temperature=2.0, seed=3),
+        SamplingParams(min_p=0.1, temperature=2.0, seed=3, logprobs=3),
     ]
     state = make_sampling_state(
         [kinds[b % 4] for b in range(rows)], [[5, b] for b in range(rows)], vocab_size=256

@@ -110,6 +110,6 @@ def test_mixed_requests_equal_their_solo_runs(make_engine, count):
     assert min(found["finished"][reason] for reason in ("stop", "length")) > 40
     assert found["preempted"] > count / 20 and found["recomputed_tokens"] > count
     assert found["cached_tokens"] > count and found["evicted_pages"] > count
-    asked = [request for request in requests if request.num_preemptions]
-    assert any(request.logprobs for request in asked)
-    assert any(request.prompt_logprobs for request in asked)
+    lost = [request for request in requests if request.num_preemptions]
+    assert any(request.logprobs for request in lost)
+    assert any(request.prompt_logprobs for request in lost)

@@ -47,7 +47,7 @@ def loaded():
 
 @pytest.fixture(scope="module")
 def llm():
-    return jaxinfer.LLM(str(resolve("smollm2-135m", ROOT)), **OPTIONS)
+    return jaxinfer.LLM(str(resolve("smollm2-135m", ROOT)), compile_ahead=True, **OPTIONS)
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +59,7 @@ def served(llm, references):
     while engine.has_work:
         engine.step()
     engine.check_integrity()
+    assert engine.metrics()["compiles_after_warmup"] == 0
     return requests
 
 
