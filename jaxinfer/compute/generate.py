@@ -9,6 +9,7 @@ from jaxinfer.compute.cache import init_cache
 from jaxinfer.compute.decoder import Decoder, Params
 from jaxinfer.compute.logits import LogitsHook
 from jaxinfer.compute.sampling import advance, sample
+from jaxinfer.compute.sharding import num_shards
 from jaxinfer.compute.steps import decode_window, is_stop, prefill_step, start_decode
 from jaxinfer.compute.types import PrefillBatch, SamplingState
 from jaxinfer.config import CacheConfig
@@ -40,12 +41,14 @@ def generate(
     dtype = kv_dtype or str(params["embed"]["weight"].dtype)
     B, T = tokens_BT.shape
     pages_per_seq = -(-(T + max_tokens) // page_size)
-    table_BM = jnp.arange(B * pages_per_seq, dtype=jnp.int32).reshape(B, pages_per_seq)
+    num_pages = B * pages_per_seq // num_shards(model.mesh, "data")  # each shard counts from 0
+    table_BM = jnp.arange(B * pages_per_seq, dtype=jnp.int32).reshape(B, pages_per_seq) % num_pages
     stacked = not isinstance(params["layers"], (tuple, list))
     cache = init_cache(
         model.config,
-        CacheConfig(num_pages=B * pages_per_seq, page_size=page_size, dtype=dtype),
+        CacheConfig(num_pages=num_pages, page_size=page_size, dtype=dtype),
         stacked=stacked,
+        mesh=model.mesh,
     )
     prompt_lens_B = jnp.asarray(prompt_lens_B, jnp.int32)
     batch = PrefillBatch(tokens_BT, prompt_lens_B, prompt_lens_B, table_BM)

@@ -16,6 +16,7 @@ from jaxinfer.compute.decoder import Decoder, Params
 from jaxinfer.compute.logits import LogitsHook
 from jaxinfer.compute.logprobs import init_logprobs, token_logprobs
 from jaxinfer.compute.sampling import advance, draw
+from jaxinfer.compute.sharding import any_row
 from jaxinfer.compute.tiles import map_tiles
 from jaxinfer.compute.types import (
     DecodeState,
@@ -220,7 +221,7 @@ def decode_window(
 
     def going_on(carry):
         step, _, state, _ = carry
-        return (step < num_steps) & jnp.any(state.remaining_B > 0)
+        return any_row(model.mesh, (step < num_steps) & (state.remaining_B > 0))
 
     def body(carry):
         step, cache, state, window = carry
