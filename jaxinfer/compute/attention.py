@@ -48,10 +48,14 @@ class Attention(nn.Module):
         q_BTNH = qk_BTKJH[..., :G, :].reshape(B, T, K * G, H)
         new_kv_BTKL = jnp.concatenate([qk_BTKJH[..., G, :], qkv_BTKJH[..., G + 1, :]], axis=-1)
 
-        def attend(*operands: Array | None) -> tuple[Array, Array]:
-            *arrays, window, layer = operands
+        def attend(q, new_kv, pages, table, context, query, window, layer) -> tuple[Array, Array]:
             return paged_attention(
-                *arrays,
+                q,
+                new_kv,
+                pages,
+                table,
+                context,
+                query,
                 scale=c.attention_scale,
                 window=window,
                 soft_cap=c.attention_soft_cap,

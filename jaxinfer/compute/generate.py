@@ -55,7 +55,9 @@ def generate(
     if not use_cache:
         return _recompute(model, params, cache, batch, sampling, max_tokens, logits_hook)
     cache, first = prefill_step(model, params, cache, batch, sampling, logits_hook=logits_hook)
-    state = start_decode(batch, sampling, first.tokens_BW[:, 0], jnp.full(B, max_tokens, jnp.int32))
+    state = start_decode(
+        batch, sampling, first.tokens_BW[:, 0], jnp.full(B, max_tokens, jnp.int32), mesh=model.mesh
+    )
     _, _, rest = decode_window(
         model,
         params,
@@ -77,10 +79,10 @@ def _recompute(model, params, cache, batch, sampling, max_tokens, logits_hook) -
         cache, tokens_BT, lens_B, alive_B, sampling, out_BW = carry
         cache, x_BTD = model(params, cache, tokens_BT, batch.page_table_BM, lens_B, lens_B)
         logits_BV = model.unembed(params, x_BTD[rows, lens_B - 1])
-        tokens_B = sample(logits_BV, sampling, lens_B, logits_hook=logits_hook)
+        tokens_B = sample(logits_BV, sampling, lens_B, logits_hook=logits_hook, mesh=model.mesh)
         out_BW = out_BW.at[:, step].set(jnp.where(alive_B, tokens_B, -1))
         tokens_BT = tokens_BT.at[rows, lens_B].set(tokens_B)
-        sampling_next = advance(sampling, tokens_B, alive_B)
+        sampling_next = advance(sampling, tokens_B, alive_B, mesh=model.mesh)
         lens_B = lens_B + alive_B
         return (
             cache,

@@ -19,6 +19,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxinfer.compute.types import DecodeState, KVCache, SamplingState
+from jaxinfer.compute.vocabulary import WHOLE, Vocabulary
 from jaxinfer.config import ModelConfig, ParallelConfig, require
 
 # Logical axis -> mesh axis. What is not here lies whole on every device.
@@ -50,7 +51,7 @@ def spec(*axes: str | None) -> P:
     return P(*(None if axis is None else RULES[axis] for axis in axes))
 
 
-def make_mesh(parallel: ParallelConfig, devices: Sequence[jax.Device] | None = None) -> Mesh | None:
+def make_mesh(parallel: ParallelConfig, devices: Sequence[Any] | None = None) -> Mesh | None:
     """A mesh of the first `data * model` devices (None: of this process's platform), neighbours
     along `model`; None for one device.
 
@@ -117,22 +118,20 @@ def repeat_kv_heads(module: str, leaf: Array, config: ModelConfig) -> Array:
     return spread(leaf) if module == "q_norm" else repeat(leaf)
 
 
-def param_spec(path: Sequence[str | int], ndim: int) -> P:
-    """Where the leaf of a params tree at `path` lies; stacked layers have an axis more in front."""
-    module, kind = str(path[-2]), str(path[-1])
+def param_spec(module: str, kind: str, ndim: int) -> P:
+    """Where the "weight" or "bias" of a module lies; stacked layers have an axis more in front."""
     axes = PARAM_AXES.get(module, {}).get(kind, ())
     if ndim < len(axes):
         return P()  # the norm of a head, which all heads share
-    stacked = (None,) * (ndim - len(axes)) if axes else ()
-    return spec(*stacked, *axes)
+    return spec(*((None,) * (ndim - len(axes)) if axes else ()), *axes)
 
 
 def param_shardings(mesh: Mesh, params: Any) -> Any:
     """The sharding of each leaf of `params`, which may be shapes."""
 
     def sharding(path, leaf) -> NamedSharding:
-        keys = [getattr(key, "key", getattr(key, "idx", None)) for key in path]
-        return NamedSharding(mesh, param_spec(keys, leaf.ndim))
+        module, kind = (key.key for key in path[-2:])
+        return NamedSharding(mesh, param_spec(module, kind, leaf.ndim))
 
     return jax.tree_util.tree_map_with_path(sharding, params)
 
@@ -160,6 +159,11 @@ def sampling_spec(sampling: SamplingState) -> SamplingState:
     return dataclasses.replace(rows, counts_BV=spec("rows", "vocab"))
 
 
+def vocabulary_of(mesh: Mesh | None) -> Vocabulary:
+    """How logits are split inside of `shard`."""
+    return WHOLE if mesh is None else Vocabulary(columns=RULES["vocab"], rows=RULES["rows"])
+
+
 def shardings(mesh: Mesh, specs: Any) -> Any:
     """`specs` as shardings on `mesh`."""
     return jax.tree.map(
@@ -182,10 +186,12 @@ def num_shards(mesh: Mesh | None, axis: str) -> int:
 
 def any_row(mesh: Mesh | None, holds_B: Array) -> Array:
     """Whether it holds of any row of any shard: what all shards decide together."""
-    found = jnp.any(holds_B)
-    if mesh is None or not is_mapped("data"):
-        return found
-    return lax.pmax(found.astype(jnp.int32), "data") > 0
+    return most(mesh, jnp.any(holds_B).astype(jnp.int32)) > 0
+
+
+def most(mesh: Mesh | None, count: Array) -> Array:
+    """The largest `count` of any shard of requests: loops of all shards end together."""
+    return count if mesh is None or not is_mapped("data") else lax.pmax(count, "data")
 
 
 def shard(function: Callable, mesh: Mesh | None, in_specs: Any, out_specs: Any) -> Callable:
