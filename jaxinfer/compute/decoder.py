@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jaxinfer.compute.attention import Attention
 from jaxinfer.compute.layers import ACTIVATIONS, MLP, matmul, residual_norm, soft_cap
 from jaxinfer.compute.rope import rope_phases
-from jaxinfer.compute.sharding import fit_config
+from jaxinfer.compute.sharding import AXES, fit_config
 from jaxinfer.compute.tiles import map_tiles
 from jaxinfer.compute.types import KVCache
 from jaxinfer.config import ModelConfig, require
@@ -78,6 +78,11 @@ class Decoder:
             "order. Leave it off, or leave out the mesh.",
         )
         if self.mesh is not None:
+            require(
+                self.mesh.axis_names == AXES,
+                f"The mesh has the axes {self.mesh.axis_names} and needs {AXES}. "
+                "Make it with make_mesh.",
+            )
             fitting = fit_config(self.config, self.mesh.shape["model"])
             require(
                 fitting == self.config,

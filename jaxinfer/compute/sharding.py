@@ -9,7 +9,7 @@ attention and sampling, which a partitioner would take apart badly, are mapped w
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -21,6 +21,9 @@ from jax.sharding import PartitionSpec as P
 from jaxinfer.compute.types import DecodeState, KVCache, SamplingState
 from jaxinfer.compute.vocabulary import WHOLE, Vocabulary
 from jaxinfer.config import ModelConfig, ParallelConfig, require
+
+AXES = ("data", "model")
+AXIS_TYPES = (AxisType.Auto, AxisType.Auto)
 
 # Logical axis -> mesh axis. What is not here lies whole on every device.
 RULES = {
@@ -67,8 +70,8 @@ def make_mesh(parallel: ParallelConfig, devices: Sequence[Any] | None = None) ->
     )
     return jax.make_mesh(
         (parallel.data, parallel.model),
-        ("data", "model"),
-        axis_types=(AxisType.Auto, AxisType.Auto),
+        AXES,
+        axis_types=AXIS_TYPES,
         devices=devices[: parallel.num_devices],
     )
 
@@ -126,14 +129,19 @@ def param_spec(module: str, kind: str, ndim: int) -> P:
     return spec(*((None,) * (ndim - len(axes)) if axes else ()), *axes)
 
 
+def param_specs(params: Any) -> Any:
+    """Where each leaf of `params`, which may be shapes, lies."""
+
+    def of_leaf(path, leaf) -> P:
+        module, kind = (key.key for key in path[-2:])
+        return param_spec(module, kind, leaf.ndim)
+
+    return jax.tree_util.tree_map_with_path(of_leaf, params)
+
+
 def param_shardings(mesh: Mesh, params: Any) -> Any:
     """The sharding of each leaf of `params`, which may be shapes."""
-
-    def sharding(path, leaf) -> NamedSharding:
-        module, kind = (key.key for key in path[-2:])
-        return NamedSharding(mesh, param_spec(module, kind, leaf.ndim))
-
-    return jax.tree_util.tree_map_with_path(sharding, params)
+    return shardings(mesh, param_specs(params))
 
 
 def page_spec(pages: Array) -> P:
@@ -207,13 +215,28 @@ def shard(function: Callable, mesh: Mesh | None, in_specs: Any, out_specs: Any) 
         "A Decoder with a mesh stands inside a shard_map over its axis 'model'. "
         "Map over 'data' alone: axis_names={'data'}.",
     )
-    axes = {axis for axis in mesh.axis_names if not is_mapped(axis)}
+    return _map(function, mesh, in_specs, out_specs)
 
-    def left(one: P) -> P:
-        return P(*(axis if axis in axes else None for axis in one))
+
+def over_data(function: Callable, mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable:
+    """`function` of each shard along `data`, with its own rows and pages; within it, what `model`
+    splits looks whole.
+    """
+    return _map(function, mesh, in_specs, out_specs, {"data"})
+
+
+def _map(
+    function: Callable, mesh: Mesh, in_specs: Any, out_specs: Any, axes: Iterable[str] = AXES
+) -> Callable:
+    """`function` mapped over `axes`, as far as it is not within a map over them already."""
+    axes = {axis for axis in axes if not is_mapped(axis)}
 
     def narrowed(specs: Any) -> Any:
-        return jax.tree.map(left, specs, is_leaf=lambda one: isinstance(one, P))
+        return jax.tree.map(
+            lambda one: P(*(axis if axis in axes else None for axis in one)),
+            specs,
+            is_leaf=lambda one: isinstance(one, P),
+        )
 
     return jax.shard_map(
         function,

@@ -12,7 +12,8 @@ from jaxinfer.checkpoint import load_params, open_checkpoint, resolve
 from jaxinfer.checkpoint.loading import Checkpoint
 from jaxinfer.compute.decoder import Decoder
 from jaxinfer.compute.logits import LogitsHook
-from jaxinfer.config import EngineConfig, require
+from jaxinfer.compute.sharding import fit_config, make_mesh
+from jaxinfer.config import EngineConfig, ParallelConfig, require
 from jaxinfer.engine.answer import Answer
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.outputs import RequestOutput
@@ -46,6 +47,7 @@ class Frontend:
         max_window: int = 8,
         max_logprobs: int = 20,
         prefix_cache: bool = True,
+        parallel: ParallelConfig | None = None,
         attention: str | None = None,
         batch_invariant: bool = False,
         logits_hook: LogitsHook | None = None,
@@ -68,6 +70,8 @@ class Frontend:
             max_logprobs: most likely tokens whose log-probabilities a request may ask for; at most
                 128.
             prefix_cache: whether requests share the pages of equal beginnings.
+            parallel: how many devices to spread the model over; max_num_seqs and num_pages are then
+                those of each data shard. None: one device.
             attention: a backend of `pallas_kernels.paged_attention` by name; None: the platform's.
             batch_invariant: give a prompt bitwise the same tokens and log-probabilities whatever
                 else is computed; on CPU, and slower.
@@ -80,7 +84,11 @@ class Frontend:
         Raises:
             ValueError, FileNotFoundError: the model cannot be had, or an option is wrong.
         """
+        mesh = make_mesh(parallel or ParallelConfig())
         checkpoint = open_checkpoint(resolve(model))
+        model_config = checkpoint.config
+        if mesh is not None:
+            model_config = fit_config(model_config, mesh.shape["model"])
         if max_model_len is None:
             longest = min(DEFAULT_MODEL_LEN, checkpoint.config.max_position)
             require(
@@ -104,8 +112,8 @@ class Frontend:
         keep_compiled_programs()
         self._progress = progress
         self._engine = Engine(
-            Decoder(checkpoint.config, attention),
-            load_params(checkpoint, dtype=dtype, progress=self._reporter("loading")),
+            Decoder(model_config, attention, mesh=mesh),
+            load_params(checkpoint, dtype=dtype, mesh=mesh, progress=self._reporter("loading")),
             config,
             eos_ids=sorted({*checkpoint.config.eos_ids, *self.tokenizer.eos_ids}),
             num_valid_ids=min(self.tokenizer.vocab_size, checkpoint.config.vocab_size),

@@ -94,12 +94,13 @@ class PlainDevice:
         self.num_rows = config.max_num_seqs
         self.decode_sizes = decode_sizes(config.max_num_seqs)
         self.num_starts = max(rows for rows, _ in prefill_shapes)
-        self.num_fetches = 0
+        self.num_hidden = max(rows * tokens for rows, tokens in prefill_shapes)
+        self.num_shards, self.num_fetches = 1, 0
         self._prefill_shapes = prefill_shapes
         self._pages = np.full((config.cache.num_pages, config.page_size), -1)
         self._rows = [None] * self.num_rows
 
-    def write_row(self, row, state):
+    def write_row(self, shard, row, state):
         self._rows[row] = SimpleNamespace(
             table=state.page_table_BM[0].copy(),
             stop_ids=set(state.sampling.stop_ids_BC[0].tolist()) - {-1},
@@ -108,7 +109,7 @@ class PlainDevice:
             newest=None,
         )
 
-    def stop_row(self, row):
+    def stop_row(self, shard, row):
         self._rows[row].remaining = 0
 
     def map_pages(self, entries):
