@@ -107,7 +107,7 @@ def copy_batch(
 def map_batch(mapped: Sequence[tuple[int, int, int]], num_mapped: int, num_rows: int) -> np.ndarray:
     """int32 `[num_mapped, 3]`: the (row, index, page) of `mapped`, padded out of range."""
     entries_C3 = np.full((num_mapped, 3), num_rows, np.int32)
-    entries_C3[: len(mapped)] = mapped
+    entries_C3[: len(mapped)] = np.reshape(mapped, (-1, 3))
     return entries_C3
 
 

@@ -94,8 +94,7 @@ class Placement:
             fitting = [(room, shard) for room, shard in rooms if room is not None]
             if not fitting:
                 break
-            # The first of equal ones.
-            _, best = max(fitting, key=lambda one: (one[0], one[1].pool.num_available))
+            _, best = max(fitting, key=lambda one: one[0])  # the first of equal ones
             waiting.remove(request)
             best.admit(request, now)
             placed.append(request)

@@ -257,16 +257,17 @@ class Scheduler:
             self._run(request, found, now)
         self.waiting.overtake(self._admitted)
 
-    def room_for(self, request: Request) -> int | None:
-        """How many pages of the tokens of `request` are there or about to be computed; None if it
-        would not fit now.
+    def room_for(self, request: Request) -> tuple[int, int] | None:
+        """How many pages of the tokens of `request` are there or about to be computed, and how many
+        are free, less what those who run need; None if it does not fit now.
         """
         if not self._free_rows:
             return None
-        found, needed = self._look_up(request)
-        if self._running and needed > self._num_spare():
+        (found, needed), spare = self._look_up(request), self._num_spare()
+        if self._running and needed > spare:
             return None
-        return max(len(found), *(self._num_common(request, other) for other in self._running), 0)
+        common = [self._num_common(request, other) for other in self._running]
+        return max(len(found), *common, 0), spare
 
     def admit(self, request: Request, now: float | None) -> None:
         """Returns None; `request`, which waits no longer and fits, runs here."""
