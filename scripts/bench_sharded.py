@@ -2,10 +2,11 @@
 
     python scripts/bench_sharded.py --shapes llama-3-8b,llama-3-70b --model 1,2,4,8
 
-For each number of shards it compiles one step of the shape in bfloat16 and prints the bytes that
-each device holds (weights, cache, and what the step needs besides, of that what attention alone
-needs), what the step sends between devices, and whether the cache is updated in place. Times can
-be had on devices only. Needs the package libtpu (`pip install '.[tpu]'`).
+For each number of shards it compiles one step of the shape in bfloat16, from the newest tokens to
+the logits, and with --sampler to the next tokens. It prints the bytes that each device holds
+(weights, cache, and what the step needs besides, of that what attention alone needs), and how often
+devices exchange anything. The cache must be updated in place, else the exit code is 1. Times can be
+had on devices only. Needs the package libtpu (`pip install '.[tpu]'`).
 """
 
 from __future__ import annotations
@@ -191,16 +192,18 @@ def _bytes_of_one(tree: Any, places: Any) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """0; prints the table."""
+    """The exit code; prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--shapes", default="llama-3-8b,llama-3-70b", help="named shapes")
     parser.add_argument("--model", default="1,2,4,8", help="numbers of shards")
     parser.add_argument("--topology", default="v6e:2x4", help="the slice to compile for")
+    parser.add_argument("--sampler", action="store_true", help="with the sampler; slow to compile")
     parser.add_argument("--num-rows", type=int, default=32)
     parser.add_argument("--context", type=int, default=2048)
     args = parser.parse_args(argv)
     devices = tpu_devices(args.topology)
     sizes = dict(num_rows=args.num_rows, context=args.context)
+    is_in_place = True
     print(f"{args.topology}, {args.num_rows} rows of {args.context} tokens, bfloat16")
     print(HEADING)
     for name in args.shapes.split(","):
@@ -208,12 +211,16 @@ def main(argv: list[str] | None = None) -> int:
         for count in map(int, args.model.split(",")):
             start = time.perf_counter()
             try:
-                step = compile_decode(config, ParallelConfig(model=count), devices, **sizes)
+                step = compile_decode(
+                    config, ParallelConfig(model=count), devices, sampling=args.sampler, **sizes
+                )
             except jax.errors.JaxRuntimeError as error:
                 needed = re.search(r"Used ([\d.]+G) of ([\d.]+G) hbm", str(error))
                 why = f"needs {needed[1]} of {needed[2]}" if needed else str(error)[:60]
                 print(f"{name:12}{count:2}   | does not fit: {why}")
                 continue
+            memory = step.compiled.memory_analysis()
+            is_in_place &= memory.alias_size_in_bytes >= step.cache_bytes
             inside, outside = collectives(step.compiled)
             print(
                 ROW.format(
@@ -221,7 +228,7 @@ def main(argv: list[str] | None = None) -> int:
                     count,
                     step.weight_bytes / 1e6,
                     step.cache_bytes / 1e6,
-                    step.compiled.memory_analysis().temp_size_in_bytes / 1e6,
+                    memory.temp_size_in_bytes / 1e6,
                     attention_temp(config, count, devices[0], **sizes) / 1e6,
                     inside["all-reduce"],
                     sum(outside.values()),
@@ -229,7 +236,7 @@ def main(argv: list[str] | None = None) -> int:
                 flush=True,
             )
             print(f"compiled in {time.perf_counter() - start:.0f} s", file=sys.stderr)
-    return 0
+    return 0 if is_in_place else 1
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from jaxinfer.sched.allocation import PageAllocator
 from jaxinfer.sched.buckets import Shape, pick, prefill_shapes
 from jaxinfer.sched.counters import Counters
 from jaxinfer.sched.limits import max_total_len
-from jaxinfer.sched.merging import merge
+from jaxinfer.sched.merging import merge, num_alike
 from jaxinfer.sched.page_pool import PagePool
 from jaxinfer.sched.plan import Chunk, StepPlan
 from jaxinfer.sched.prefix_cache import Entry
@@ -266,8 +266,9 @@ class Scheduler:
         (found, needed), spare = self._look_up(request), self._num_spare()
         if self._running and needed > spare:
             return None
-        common = [self._num_common(request, other) for other in self._running]
-        return max(len(found), *common, 0), spare
+        computing = [other for other in self._running if other.status is Status.PREFILL]
+        alike = [num_alike(request, other, self.config.page_size) for other in computing]
+        return max(len(found), *alike, 0), spare
 
     def admit(self, request: Request, now: float | None) -> None:
         """Returns None; `request`, which waits no longer and fits, runs here."""
@@ -297,22 +298,6 @@ class Scheduler:
     def _num_spare(self) -> int:
         """Pages that those who run do not need."""
         return self.pool.num_available - sum(map(self._num_missing, self._running))
-
-    def _num_common(self, request: Request, other: Request) -> int:
-        """Pages in which `request` and `other`, which is about to compute them, begin alike; one
-        more if all is alike.
-        """
-        size, count = self.config.page_size, 0
-        if request.must_compute or other.status is not Status.PREFILL:
-            return 0
-        if request.prompt_ids == other.prompt_ids and request.output_ids == other.output_ids:
-            return self._pages.num_pages(request.num_known) + 1
-        most = min(request.num_known, other.num_known) // size
-        while count < most and request.known_ids(count * size, size) == other.known_ids(
-            count * size, size
-        ):
-            count += 1
-        return count
 
     def _num_missing(self, request: Request, num_found: int = 0) -> int:
         """Pages to allocate until the gap of `request`, which shares `num_found` more, is closed

@@ -192,6 +192,7 @@ class PlainDevices:
         self.num_rows, self.num_shards = first.num_rows, self.NUM
         self.decode_sizes, self.num_starts = first.decode_sizes, first.num_starts
         self.num_hidden, self.num_fetches = first.num_hidden, 0
+        self.wait_s = 0.0
         self.num_busy = []  # shards with work, of each decode call
 
     def _each(self, name, *args):
@@ -224,7 +225,9 @@ class PlainDevices:
         return StepOutput(np.concatenate([part.tokens_BW for part in parts]))
 
     def decode(self, rows_B, num_steps):
-        self.num_busy.append(sum((np.stack(np.split(rows_B, self.NUM)) < self.num_rows).any(axis=1)))
+        self.num_busy.append(
+            sum((np.stack(np.split(rows_B, self.NUM)) < self.num_rows).any(axis=1))
+        )
         parts = [
             shard.decode(rows, num_steps)
             for shard, rows in zip(self._shards, np.split(rows_B, self.NUM))
