@@ -57,8 +57,9 @@ def test_python_runs(page, place):
 
 
 @pytest.mark.slow
-def test_the_steps_run_on_four_devices(place):
-    script = "from tests.documents import *; run_python(ROOT / 'docs' / 'jax.md')"
+@pytest.mark.parametrize("page", ["jax", "sharding"])
+def test_the_steps_run_on_four_devices(page, place):
+    script = f"from tests.documents import *; run_python(ROOT / 'docs' / '{page}.md')"
     environment = os.environ | {
         "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
         "JAX_PLATFORMS": "cpu",
@@ -178,6 +179,7 @@ REFERENCE = {
     "EngineConfig": names_of(jaxinfer.EngineConfig) | {"pages_per_seq", "cache"},
     "load": {*parameters(jaxinfer.load), *checkpoint.__all__},
     "CacheConfig": names_of(jaxinfer.CacheConfig),
+    "ParallelConfig": names_of(jaxinfer.ParallelConfig) | {"num_devices"},
     "compute": set(compute.__all__),
 }
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxinfer.config import DTYPES, EngineConfig
+from jaxinfer.config import DTYPES, EngineConfig, ParallelConfig
 from jaxinfer.sampling_params import LOGPROBS_MODES, SamplingParams
 
 
@@ -76,6 +76,17 @@ def join_biases(pairs: Sequence[tuple[int, float]]) -> dict[int, float]:
     return biases
 
 
+def parse_parallel(text: str) -> ParallelConfig:
+    """The devices of data=N,model=N, either or both."""
+    try:
+        pairs = [part.split("=") for part in text.split(",")]
+        return ParallelConfig(**{name: int(count) for name, count in pairs})
+    except (ValueError, TypeError) as error:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} does not say how many devices ({error}). Write it as data=2,model=4."
+        ) from None
+
+
 ENGINE_OPTIONS = (
     Option("dtype", str, "type of the weights (default: bfloat16)", choices=DTYPES),
     Option("kv_dtype", str, "type of the KV cache (default: that of the weights)", choices=DTYPES),
@@ -90,6 +101,12 @@ ENGINE_OPTIONS = (
     Option("prefix_cache", None, "requests share the keys and values of equal beginnings"),
     Option("max_window", int, "most decode steps between two looks of the host"),
     Option("max_logprobs", int, "most likely tokens that --logprobs may ask for"),
+    Option(
+        "parallel",
+        parse_parallel,
+        "spread the model over devices, such as data=2,model=4 (default: one)",
+        metavar="AXIS=N,...",
+    ),
     Option("attention", str, "attention backend (default: by platform)", metavar="NAME"),
     Option("batch_invariant", None, "the same bits whatever else is computed; on CPU, and slower"),
 )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
+import jax
 import numpy as np
 
 from jaxinfer.compute.sampling_state import make_sampling_state
@@ -11,6 +13,8 @@ from jaxinfer.compute.types import DecodeState
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.device import Chunks, Scored, Starts
 from jaxinfer.sched import Chunk, Request
+
+T = TypeVar("T")
 
 
 def request_row(
@@ -103,7 +107,7 @@ def copy_batch(
 def map_batch(mapped: Sequence[tuple[int, int, int]], num_mapped: int, num_rows: int) -> np.ndarray:
     """int32 `[num_mapped, 3]`: the (row, index, page) of `mapped`, padded out of range."""
     entries_C3 = np.full((num_mapped, 3), num_rows, np.int32)
-    entries_C3[: len(mapped)] = mapped
+    entries_C3[: len(mapped)] = np.reshape(mapped, (-1, 3))
     return entries_C3
 
 
@@ -117,16 +121,16 @@ def num_scored(chunk: Chunk) -> int:
 def score_batch(chunk: Chunk, index: int, max_model_len: int) -> Scored:
     """What scores the tokens that follow those of `chunk`, whose hidden states begin at `index`."""
     prompt_ids = chunk.request.prompt_ids
-    tokens_S = np.full(max_model_len, -1, np.int32)
-    tokens_S[: len(prompt_ids)] = prompt_ids
-    assert chunk.request.row is not None
-    return Scored(
-        tokens_S,
-        row=np.int32(chunk.request.row),
-        index=np.int32(index),
-        start=np.int32(chunk.start),
-        length=np.int32(num_scored(chunk)),
-    )
+    tokens_1S = np.full((1, max_model_len), -1, np.int32)
+    tokens_1S[0, : len(prompt_ids)] = prompt_ids
+    numbers = chunk.request.row, index, chunk.start, num_scored(chunk)
+    return Scored(tokens_1S, *(np.array([number], np.int32) for number in numbers))
+
+
+def no_score(max_model_len: int) -> Scored:
+    """What scores nothing."""
+    zero = np.zeros(1, np.int32)
+    return Scored(np.full((1, max_model_len), -1, np.int32), zero, zero, zero, zero)
 
 
 def decode_sizes(max_num_seqs: int) -> tuple[int, ...]:
@@ -141,7 +145,13 @@ def decode_sizes(max_num_seqs: int) -> tuple[int, ...]:
     return (*sizes, max_num_seqs) if max_num_seqs > 1 else (1,)
 
 
-def decode_batch(rows: Sequence[int], sizes: Sequence[int], num_rows: int) -> np.ndarray:
-    """The rows to decode, padded out of range to the smallest size that holds them."""
-    size = next(size for size in sizes if size >= len(rows))
+def decode_batch(rows: Sequence[int], size: int, num_rows: int) -> np.ndarray:
+    """The rows to decode, padded out of range to `size`."""
     return np.array([*rows, *[num_rows] * (size - len(rows))], np.int32)
+
+
+def join(parts: Sequence[T]) -> T:
+    """The batches of all shards as one."""
+    if len(parts) == 1:
+        return parts[0]
+    return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)

@@ -2,7 +2,8 @@
 map pages to rows, copy pages.
 
 Each request in flight owns a row of one resident `DecodeState`; a program works on the rows that it
-is given. Row indices out of range are padding.
+is given. Row indices out of range are padding. Over several data shards a program is that of one of
+them, with its own rows and pages.
 """
 
 from __future__ import annotations
@@ -53,13 +54,16 @@ class Starts:
 
 @pytree
 class Scored:
-    """A chunk whose following tokens are scored: positions start..start+length-1 of a prompt."""
+    """A chunk whose following tokens are scored: positions start..start+length-1 of a prompt.
 
-    tokens_S: Array  # int32, the whole prompt; -1 behind it
-    row: Array  # int32
-    index: Array  # int32, of the chunk's first hidden state in the x_ND of its prefill
-    start: Array  # int32
-    length: Array  # int32
+    Of each data shard one, so arrays have a first axis of 1 here.
+    """
+
+    tokens_1S: Array  # int32, the whole prompt; -1 behind it
+    row_1: Array  # int32
+    index_1: Array  # int32, of the chunk's first hidden state in the x_ND of its prefill
+    start_1: Array  # int32
+    length_1: Array  # int32, 0: nothing is scored
 
 
 def pack_row(row: DecodeState) -> np.ndarray:
@@ -92,15 +96,16 @@ def _unpack_row(words: Array, like: DecodeState) -> DecodeState:
     return tree.unflatten(row)
 
 
-def write_row(state: DecodeState, row: Array, words: Array) -> DecodeState:
-    """The state with row `row` replaced by what `pack_row` packed."""
+def write_row(state: DecodeState, row_1: Array, words: Array) -> DecodeState:
+    """The state with that row replaced by what `pack_row` packed."""
     new_row = _unpack_row(words, state)
-    return jax.tree.map(lambda leaf, value: leaf.at[row].set(value), state, new_row)
+    return jax.tree.map(lambda leaf, value: leaf.at[row_1].set(value, mode="drop"), state, new_row)
 
 
-def stop_row(state: DecodeState, row: Array) -> DecodeState:
-    """The state with row `row` inactive: it computes and writes nothing more."""
-    return dataclasses.replace(state, remaining_B=state.remaining_B.at[row].set(0))
+def stop_row(state: DecodeState, row_1: Array) -> DecodeState:
+    """The state with that row inactive: it computes and writes nothing more."""
+    remaining_B = state.remaining_B.at[row_1].set(0, mode="drop")
+    return dataclasses.replace(state, remaining_B=remaining_B)
 
 
 def map_pages(state: DecodeState, entries_C3: Array) -> DecodeState:
@@ -182,16 +187,16 @@ def score_rows(
 
     See `score_prompt`.
     """
-    row = jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, scored.row, 1), state.sampling)
+    row = jax.tree.map(lambda leaf: leaf.at[scored.row_1].get(mode="clip"), state.sampling)
     return score_prompt(
         model,
         params,
         row,
         x_ND,
-        scored.tokens_S,
-        index=scored.index,
-        start=scored.start,
-        length=scored.length,
+        scored.tokens_1S[0],
+        index=scored.index_1[0],
+        start=scored.start_1[0],
+        length=scored.length_1[0],
         max_logprobs=max_logprobs,
         logits_hook=logits_hook,
     )
@@ -220,7 +225,9 @@ def start_rows(
         logits_hook=logits_hook,
         max_logprobs=max_logprobs,
     )
-    rows = start_decode(rows, rows.sampling, output.tokens_BW[:, 0], starts.max_tokens_B)
+    rows = start_decode(
+        rows, rows.sampling, output.tokens_BW[:, 0], starts.max_tokens_B, mesh=model.mesh
+    )
     return _put_rows(state, starts.rows_B, rows), output
 
 

@@ -1,4 +1,7 @@
-"""`dispatch`: a plan of the scheduler -> work of the device, none of it waited for."""
+"""`dispatch`: the plans of all data shards -> work of the devices, none of it waited for.
+
+One call serves all shards: those that have nothing to do in it idle.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,9 @@ from jaxinfer.config import EngineConfig
 from jaxinfer.engine.batching import (
     copy_batch,
     decode_batch,
+    join,
     map_batch,
+    no_score,
     num_scored,
     prefill_batch,
     score_batch,
@@ -31,47 +36,57 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Underway:
-    """What the device is computing: outputs, each with the requests of its rows, and scores of
-    chunks, each with the index of its first hidden state.
+    """What the device is computing: outputs, each with its rows and their requests, and scores of
+    chunks, each with the index of the chunks' first ones.
     """
 
     outputs: tuple[StepOutput, ...]
-    requests: tuple[tuple[Request, ...], ...]
+    requests: tuple[tuple[tuple[int, Request], ...], ...]
     scores: tuple[Logprobs, ...] = ()
-    scored: tuple[tuple[int, Chunk], ...] = ()
+    scored: tuple[tuple[tuple[int, Chunk], ...], ...] = ()
 
 
 def dispatch(
     executor: Executor,
-    plan: StepPlan,
+    plans: Sequence[StepPlan],
     config: EngineConfig,
     row_of: Callable[[Request], DecodeState],
     observer: Observer | None = None,
 ) -> Iterator[Underway]:
-    """The work of `plan` that brings results, in the order in which they are to be read."""
-    _update_rows(executor, plan, row_of)
-    if plan.shape is not None:
+    """The work of the plans that brings results, in the order in which they are to be read."""
+    _update_rows(executor, plans, row_of)
+    for shape in dict.fromkeys(plan.shape for plan in plans if plan.shape is not None):
         start = time.perf_counter()
-        x_ND, underway = _prefill(executor, plan, plan.shape, config)
+        alike = [plan if plan.shape == shape else None for plan in plans]
+        x_ND, underway = _prefill(executor, alike, shape, config)
         if underway.outputs or underway.scores:
             yield underway
         if observer is not None:
-            tokens = sum(chunk.length for chunk in plan.prefill)
-            work = Work("prefill", plan.shape, len(plan.prefill), tokens)
+            chunks = [chunk for plan in alike if plan is not None for chunk in plan.prefill]
+            size = executor.num_shards * shape[0], shape[1]
+            work = Work("prefill", size, len(chunks), sum(chunk.length for chunk in chunks))
             observer.dispatched(work, (x_ND, underway.scores, underway.outputs), start)
-    for copies in _batches(plan.copies, executor.num_starts):
-        executor.copy_pages(*copy_batch(copies, executor.num_starts, config.cache.num_pages))
-    if plan.num_steps:
-        start = time.perf_counter()
-        rows = [row for row, _ in plan.decode]
-        rows_B = decode_batch(rows, executor.decode_sizes, executor.num_rows)
-        requests = tuple(request for _, request in plan.decode)
-        output = _only_asked(executor.decode(rows_B, plan.num_steps), requests)
-        yield Underway((output,), (requests,))
-        if observer is not None:
-            shape = len(rows_B), plan.num_steps
-            work = Work("decode", shape, len(rows), len(rows) * plan.num_steps)
-            observer.dispatched(work, output, start)
+    for copies in _batches([plan.copies for plan in plans], executor.num_starts):
+        sizes = executor.num_starts, config.cache.num_pages
+        executor.copy_pages(*join([copy_batch(some, *sizes) for some in copies]))
+    if any(plan.num_steps for plan in plans):
+        yield _decode(executor, plans, observer)
+
+
+def _decode(executor: Executor, plans: Sequence[StepPlan], observer: Observer | None) -> Underway:
+    """The decode window of all shards, as long as the longest; the others' rows end before."""
+    start = time.perf_counter()
+    num_steps = max(plan.num_steps for plan in plans)
+    most_rows = max(len(plan.decode) for plan in plans)
+    size = next(size for size in executor.decode_sizes if size >= most_rows)
+    rows = [[row for row, _ in plan.decode] for plan in plans]
+    rows_B = join([decode_batch(some, size, executor.num_rows) for some in rows])
+    requests = _by_row([[request for _, request in plan.decode] for plan in plans], size)
+    output = _only_asked(executor.decode(rows_B, num_steps), requests)
+    if observer is not None:
+        work = Work("decode", (len(rows_B), num_steps), len(requests), len(requests) * num_steps)
+        observer.dispatched(work, output, start)
+    return Underway((output,), (requests,))
 
 
 def take_scores(chunk: Chunk, index: int, found: Logprobs) -> None:
@@ -86,45 +101,79 @@ def take_scores(chunk: Chunk, index: int, found: Logprobs) -> None:
 
 
 def _update_rows(
-    executor: Executor, plan: StepPlan, row_of: Callable[[Request], DecodeState]
+    executor: Executor, plans: Sequence[StepPlan], row_of: Callable[[Request], DecodeState]
 ) -> None:
     """Stops the rows that lost their requests, writes those that got one, maps new pages."""
-    for row, _ in plan.preempted:
-        executor.stop_row(row)
-    for request in plan.admitted:
-        assert request.row is not None
-        executor.write_row(request.row, row_of(request))
-    for mapped in _batches(plan.mapped, executor.num_starts):
-        executor.map_pages(map_batch(mapped, executor.num_starts, executor.num_rows))
+    for shard, plan in enumerate(plans):
+        for row, _ in plan.preempted:
+            executor.stop_row(shard, row)
+        for request in plan.admitted:
+            assert request.row is not None
+            executor.write_row(shard, request.row, row_of(request))
+    for mapped in _batches([plan.mapped for plan in plans], executor.num_starts):
+        sizes = executor.num_starts, executor.num_rows
+        executor.map_pages(join([map_batch(some, *sizes) for some in mapped]))
 
 
 def _prefill(
-    executor: Executor, plan: StepPlan, shape: tuple[int, int], config: EngineConfig
+    executor: Executor,
+    plans: Sequence[StepPlan | None],
+    shape: tuple[int, int],
+    config: EngineConfig,
 ) -> tuple[jax.Array, Underway]:
     """`(x_ND, underway)`: the prefill call, the scores of its chunks, the first tokens after it."""
-    chunks = plan.prefill
-    x_ND = executor.prefill(prefill_batch(chunks, shape, executor.num_rows))
-    scored = tuple((at * shape[1], c) for at, c in enumerate(chunks) if num_scored(c))
-    scores = tuple(
-        executor.score(x_ND, score_batch(chunk, index, config.max_model_len))
-        for index, chunk in scored
-    )
+    chunks = [() if plan is None else plan.prefill for plan in plans]
+    x_ND = executor.prefill(join([prefill_batch(c, shape, executor.num_rows) for c in chunks]))
+    each = executor.num_hidden  # states of a shard
+    scored = [
+        tuple((at * shape[1], chunk) for at, chunk in enumerate(some) if num_scored(chunk))
+        for some in chunks
+    ]
+    scores, scored_at = [], []
+    for ones in _batches(scored, 1):
+        nothing = no_score(config.max_model_len)
+        batch = [
+            score_batch(one[0][1], one[0][0], config.max_model_len) if one else nothing
+            for one in ones
+        ]
+        scores.append(executor.score(x_ND, join(batch)))
+        scored_at.append(_by_index(ones, each))
     sizes = dict(num_starts=executor.num_starts, num_rows=executor.num_rows)
     outputs, requests = [], []
-    for starts in _batches(plan.starts, executor.num_starts):
-        requests.append(tuple(request for _, request in starts))
-        output = executor.start(x_ND, start_batch(chunks, starts, shape, **sizes))
-        outputs.append(_only_asked(output, requests[-1]))
-    return x_ND, Underway(tuple(outputs), tuple(requests), scores, scored)
+    for some in _batches(
+        [() if plan is None else plan.starts for plan in plans], executor.num_starts
+    ):
+        started = [[request for _, request in starts] for starts in some]
+        requests.append(_by_row(started, executor.num_starts))
+        batch = [start_batch(c, starts, shape, **sizes) for c, starts in zip(chunks, some)]
+        outputs.append(_only_asked(executor.start(x_ND, join(batch)), requests[-1]))
+    return x_ND, Underway(tuple(outputs), tuple(requests), tuple(scores), tuple(scored_at))
 
 
-def _batches(items: tuple[T, ...], size: int) -> Iterator[tuple[T, ...]]:
-    """The items in order, `size` or fewer at a time."""
-    return (items[start : start + size] for start in range(0, len(items), size))
+def _batches(items: Sequence[tuple[T, ...]], size: int) -> Iterator[list[tuple[T, ...]]]:
+    """The items of each shard in order, `size` or fewer of each at a time."""
+    longest = max(map(len, items))
+    return ([some[start : start + size] for some in items] for start in range(0, longest, size))
 
 
-def _only_asked(output: StepOutput, requests: Sequence[Request]) -> StepOutput:
+def _by_row(parts: Sequence[Sequence[T]], size: int) -> tuple[tuple[int, T], ...]:
+    """Each item with its row in a batch that has `size` rows of each shard."""
+    return tuple(
+        (shard * size + b, item) for shard, part in enumerate(parts) for b, item in enumerate(part)
+    )
+
+
+def _by_index(
+    parts: Sequence[tuple[tuple[int, Chunk], ...]], size: int
+) -> tuple[tuple[int, Chunk], ...]:
+    """Each chunk with its index among `size` states of each shard."""
+    return tuple(
+        (shard * size + index, chunk) for shard, part in enumerate(parts) for index, chunk in part
+    )
+
+
+def _only_asked(output: StepOutput, requests: Sequence[tuple[int, Request]]) -> StepOutput:
     """What to fetch of `output`: log-probabilities only where a request asks for them."""
-    if any(request.params.logprobs is not None for request in requests):
+    if any(request.params.logprobs is not None for _, request in requests):
         return output
     return dataclasses.replace(output, logprobs=None)

@@ -12,6 +12,7 @@ from typing import Any
 
 from jaxinfer.compute.decoder import Decoder, Params
 from jaxinfer.compute.logits import LogitsHook
+from jaxinfer.compute.sharding import num_shards
 from jaxinfer.compute.types import DecodeState, StepOutput
 from jaxinfer.config import EngineConfig, require
 from jaxinfer.engine.batching import request_row
@@ -24,7 +25,7 @@ from jaxinfer.engine.observer import Observer
 from jaxinfer.engine.programs import Progress
 from jaxinfer.engine.requests import make_requests, require_new
 from jaxinfer.sampling_params import SamplingParams
-from jaxinfer.sched import Request, Scheduler, TokenLogprobs
+from jaxinfer.sched import Placement, Request, Scheduler, TokenLogprobs
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,8 @@ class Engine:
 
     Args:
         model, params: the decoder and its weights, as `jaxinfer.load` returns them; params stay the
-            caller's.
-        config: sizes of batch, cache and chunks.
+            caller's. A model with a mesh serves on its devices.
+        config: sizes of batch, cache and chunks; of each data shard, where there are several.
         eos_ids: ids that end an output; None: those of the model's config.
         num_valid_ids: ids that the tokenizer has; columns of the head beyond are never sampled.
         logits_hook: pure `(logits_BV, sampling) -> logits_BV`, applied to the raw logits of every
@@ -94,7 +95,8 @@ class Engine:
         self.eos_ids = tuple(model.config.eos_ids if eos_ids is None else eos_ids)
         windows = model.config.windows
         window = max((w for w in windows if w), default=None) if all(windows) else None
-        self.scheduler = Scheduler(config, window)
+        num_data = num_shards(model.mesh, "data")
+        self.placement = Placement(config, window, num_data)
         self.observer: Observer | None = None  # told of all work from then on, once it is set
         empty = Request(id="", prompt_ids=(), params=SamplingParams(temperature=0.0), seed=0)
         self._executor = Executor(
@@ -102,7 +104,7 @@ class Engine:
             params,
             config,
             self._row_of(empty),
-            prefill_shapes=self.scheduler.shapes,
+            prefill_shapes=self.placement.shards[0].shapes,
             logits_hook=logits_hook,
         )
         if compile_ahead:
@@ -114,6 +116,11 @@ class Engine:
         self._ready: list[TokenOutput] = []
         self._failure: BaseException | None = None
         self._ids = itertools.count()
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """The scheduler of the first data shard, which mostly is the only one."""
+        return self.placement.shards[0]
 
     @property
     def wait_s(self) -> float:
@@ -185,7 +192,7 @@ class Engine:
             max_logprobs=self.config.max_logprobs,
             priority=priority,
         )
-        self.scheduler.check(samples[0])
+        self.placement.check(samples[0])
         now = time.perf_counter()
         for request in samples:
             request.times.arrival = now
@@ -197,7 +204,7 @@ class Engine:
         """
         require_new(samples, self._requests)
         for request in samples:
-            self.scheduler.add(request, request.times.arrival)
+            self.placement.add(request, request.times.arrival)
             self._requests[request.id] = request
 
     def cancel(self, request_id: str) -> None:
@@ -216,9 +223,9 @@ class Engine:
 
     def _end(self, request: Request, reason: str) -> None:
         self._requests.pop(request.id, None)
-        row = self.scheduler.finish(request, reason)
+        row = self.placement.finish(request, reason)
         if row is not None and self._failure is None:
-            self._executor.stop_row(row)
+            self._executor.stop_row(request.shard, row)
 
     def step(self) -> list[TokenOutput]:
         """What the device has finished since the last step; empty while the first tokens are under
@@ -230,9 +237,9 @@ class Engine:
             )
         num_before = len(self._underway)
         try:
-            plan = self.scheduler.schedule(time.perf_counter())
+            plans = self.placement.schedule(time.perf_counter())
             with self._compiles.watching():
-                work = dispatch(self._executor, plan, self.config, self._row_of, self.observer)
+                work = dispatch(self._executor, plans, self.config, self._row_of, self.observer)
                 self._underway.extend(work)
             if self._is_strict and self._compiles.count:
                 raise RuntimeError(
@@ -248,7 +255,8 @@ class Engine:
         while len(self._underway) > keep:
             self._read()
         ready, self._ready = self._ready, []
-        assert ready or self._underway or not self.has_work or not plan.is_empty, "stuck"
+        is_empty = all(plan.is_empty for plan in plans)
+        assert ready or self._underway or not self.has_work or not is_empty, "stuck"
         return ready
 
     def metrics(self) -> dict[str, Any]:
@@ -260,18 +268,19 @@ class Engine:
         first step on if nothing was compiled ahead. programs: all that there are; cached_programs:
         those of them that JAX's persistent cache had; compile_s: seconds of compiling ahead.
         """
-        scheduler, pool = self.scheduler, self.scheduler.pool
+        placement = self.placement
+        pools = [shard.pool for shard in placement.shards]
         programs, cached_programs = self._executor.num_programs
         return {
-            **vars(scheduler.counters),
-            "finished": dict(scheduler.counters.finished),
+            **vars(placement.counters),
+            "finished": dict(placement.counters.finished),
             **self._metrics.snapshot(),
-            "num_running": scheduler.num_running,
-            "num_waiting": scheduler.num_waiting,
-            "pages_total": pool.num_pages,
-            "pages_held": pool.num_held,
-            "pages_cached": pool.num_cached,
-            "pages_free": pool.num_free,
+            "num_running": placement.num_running,
+            "num_waiting": placement.num_waiting,
+            "pages_total": sum(pool.num_pages for pool in pools),
+            "pages_held": sum(pool.num_held for pool in pools),
+            "pages_cached": sum(pool.num_cached for pool in pools),
+            "pages_free": sum(pool.num_free for pool in pools),
             "fetches": self._executor.num_fetches,
             "wait_s": self._executor.wait_s,
             "compiles_after_warmup": self._compiles.count,
@@ -289,13 +298,13 @@ class Engine:
         the old weights gave them; what begins after this shares none of those.
         """
         self._executor.update_params(params)
-        self.scheduler.reset_prefix_cache()
+        self.placement.reset_prefix_cache()
 
     def check_integrity(self) -> None:
         """Returns None if every page and row is held exactly once or free; AssertionError
         otherwise.
         """
-        self.scheduler.check_integrity()
+        self.placement.check_integrity()
 
     def _read(self) -> None:
         """Makes the outputs of the oldest work under way ready; interrupted, it loses nothing."""
@@ -304,19 +313,20 @@ class Engine:
         if self.observer is not None:
             self.observer.fetched(start)
         underway = self._underway.popleft()
-        for (index, chunk), found in zip(underway.scored, scores, strict=True):
-            if chunk.request.finish_reason is None:
-                take_scores(chunk, index, found)
+        for scored, found in zip(underway.scored, scores, strict=True):
+            for index, chunk in scored:
+                if chunk.request.finish_reason is None:
+                    take_scores(chunk, index, found)
         for requests, output in zip(underway.requests, outputs, strict=True):
             self._take_tokens(requests, output)
 
-    def _take_tokens(self, requests: Sequence[Request], output: StepOutput) -> None:
-        """Makes the tokens ready that a step has produced for `requests`, a row each."""
+    def _take_tokens(self, requests: Sequence[tuple[int, Request]], output: StepOutput) -> None:
+        """Makes the tokens ready that a step has produced, by row for the requests."""
         now = time.perf_counter()
-        for b, request in enumerate(requests):
+        for b, request in requests:
             new_ids = tuple(int(token) for token in output.tokens_BW[b] if token >= 0)
             was_over, last_token = request.finish_reason is not None, request.times.last_token
-            reason = self.scheduler.update(request, new_ids, now)
+            reason = self.placement.update(request, new_ids, now)
             if was_over or not new_ids:
                 continue
             self._metrics.observe(request, len(new_ids), last_token)

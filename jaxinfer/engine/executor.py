@@ -7,13 +7,14 @@ import time
 from typing import TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxinfer.compute.cache import init_cache
 from jaxinfer.compute.decoder import Decoder, Params
 from jaxinfer.compute.logits import LogitsHook
+from jaxinfer.compute.sharding import num_shards, spec, state_spec
 from jaxinfer.compute.types import DecodeState, Logprobs, StepOutput
 from jaxinfer.config import EngineConfig, require
 from jaxinfer.engine import device
@@ -29,7 +30,8 @@ class Executor:
     """Runs device programs in the order in which they are called, none of them waited for.
 
     Cache and state are donated to every program and replaced by what it returns: there is one copy
-    of each.
+    of each. A model with a mesh has `num_shards` shards of requests with `num_rows` rows and a pool
+    of pages each: batches then hold the parts of all shards, one behind the other, of equal shape.
     """
 
     def __init__(
@@ -43,24 +45,36 @@ class Executor:
         logits_hook: LogitsHook | None = None,
     ):
         self.num_rows = config.max_num_seqs
+        self.num_shards = num_shards(model.mesh, "data")
         self.decode_sizes = decode_sizes(config.max_num_seqs)
         if config.batch_invariant:
             _check_platform()
+            require(
+                model.mesh is None,
+                "batch_invariant=True holds on one device only: sums over several are taken in "
+                "another order. Leave it off, or use one device.",
+            )
             model = dataclasses.replace(model, batch_invariant=True)
             # Tile by tile a step costs what its active rows cost, whatever its size.
             self.decode_sizes = self.decode_sizes[-1:]
         self.num_starts = max(rows for rows, _ in prefill_shapes)
+        self.num_hidden = max(rows * tokens for rows, tokens in prefill_shapes)
         self.num_fetches = 0
         self.wait_s = 0.0  # seconds that the host has waited for the device
         self.compile_s = 0.0  # seconds that compiling ahead took
+        self._mesh = model.mesh
         # Already on the device, so that steady decoding sends nothing there.
-        self._num_steps = tuple(jnp.int32(n) for n in range(config.max_window + 1))
+        steps = range(config.max_window + 1)
+        self._num_steps = tuple(self._put(np.int32(n), spec()) for n in steps)
         self._decoding: tuple[np.ndarray, Array] | None = None
         self._prefill_shapes = prefill_shapes
         self._params = params
-        self._cache = init_cache(model.config, config.cache)
+        self._cache = init_cache(model.config, config.cache, mesh=model.mesh)
+        num_rows = self.num_shards * self.num_rows
         self._state = jax.tree.map(
-            lambda leaf: jnp.asarray(np.repeat(leaf, self.num_rows, axis=0)), empty_row
+            lambda leaf, where: self._put(np.repeat(leaf, num_rows, axis=0), where),
+            empty_row,
+            state_spec(empty_row),
         )
         self._programs = Programs(
             model,
@@ -70,7 +84,7 @@ class Executor:
             config,
             num_words=len(device.pack_row(empty_row)),
             num_starts=self.num_starts,
-            num_hidden=max(rows * tokens for rows, tokens in prefill_shapes),
+            num_hidden=self.num_hidden,
             logits_hook=logits_hook,
         )
 
@@ -106,22 +120,30 @@ class Executor:
             )
         self._params = params
 
-    def write_row(self, row: int, state: DecodeState) -> None:
-        """Returns None; `row` now holds the one-row numpy `state`."""
+    def write_row(self, shard: int, row: int, state: DecodeState) -> None:
+        """Returns None; `row` of `shard` now holds the one-row numpy `state`."""
         words = device.pack_row(state)
-        self._state = self._programs["write_row",](self._state, np.int32(row), words)
+        self._state = self._programs["write_row",](self._state, self._only(shard, row), words)
 
-    def stop_row(self, row: int) -> None:
-        """Returns None; `row` is inactive from the next program on."""
-        self._state = self._programs["stop_row",](self._state, np.int32(row))
+    def stop_row(self, shard: int, row: int) -> None:
+        """Returns None; `row` of `shard` is inactive from the next program on."""
+        self._state = self._programs["stop_row",](self._state, self._only(shard, row))
+
+    def _only(self, shard: int, row: int) -> np.ndarray:
+        """`row` for that shard, and none for the others."""
+        rows = np.full(self.num_shards, self.num_rows, np.int32)
+        rows[shard] = row
+        return rows
 
     def map_pages(self, entries_C3: np.ndarray) -> None:
         """Returns None; page tables hold (row, index, page) `[num_starts, 3]` where row is one."""
-        self._state = self._programs["map_pages",](self._state, jax.device_put(entries_C3))
+        entries = self._put(entries_C3, spec("rows"))
+        self._state = self._programs["map_pages",](self._state, entries)
 
     def prefill(self, chunks: Chunks) -> Array:
         """The hidden states `[N, D]` of the chunks' tokens, row by row; not waited for."""
-        program = self._programs["prefill", *chunks.tokens_BT.shape]
+        rows, tokens = chunks.tokens_BT.shape
+        program = self._programs["prefill", rows // self.num_shards, tokens]
         table_RM = self._state.page_table_BM
         self._cache, x_ND = program(self._params, self._cache, table_RM, chunks)
         return x_ND
@@ -145,7 +167,7 @@ class Executor:
 
     def decode(self, rows_B: np.ndarray, num_steps: int) -> StepOutput:
         """The next tokens `[B, W]` of the rows, -1 where none; not waited for."""
-        program = self._programs["decode", len(rows_B)]
+        program = self._programs["decode", len(rows_B) // self.num_shards]
         arguments = self._on_device(rows_B), self._num_steps[num_steps]
         self._cache, self._state, output = program(
             self._params, self._cache, self._state, *arguments
@@ -155,8 +177,14 @@ class Executor:
     def _on_device(self, rows_B: np.ndarray) -> Array:
         """`rows_B` there; while the same rows decode on, nothing is sent."""
         if self._decoding is None or not np.array_equal(self._decoding[0], rows_B):
-            self._decoding = rows_B, jax.device_put(rows_B)
+            self._decoding = rows_B, self._put(rows_B, spec("rows"))
         return self._decoding[1]
+
+    def _put(self, array: np.ndarray | np.int32, where: PartitionSpec) -> Array:
+        """`array` on the device, or over the mesh as `where` says."""
+        if self._mesh is None:
+            return jax.device_put(array)
+        return jax.device_put(array, NamedSharding(self._mesh, where))
 
     def fetch(self, results: T) -> T:
         """The pytree `results` on the host, waited for: the only copy from the device that the

@@ -13,7 +13,8 @@ from jaxinfer.checkpoint import load_params, open_checkpoint, resolve
 from jaxinfer.checkpoint.loading import Checkpoint
 from jaxinfer.compute.decoder import Decoder
 from jaxinfer.compute.logits import LogitsHook
-from jaxinfer.config import EngineConfig, require
+from jaxinfer.compute.sharding import fit_config, make_mesh
+from jaxinfer.config import EngineConfig, ParallelConfig, require
 from jaxinfer.engine.answer import Answer
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.outputs import RequestOutput
@@ -50,6 +51,7 @@ class Frontend:
         token_budget: int | None = None,
         policy: str = "fcfs",
         max_overtakes: int = 100,
+        parallel: ParallelConfig | None = None,
         attention: str | None = None,
         batch_invariant: bool = False,
         logits_hook: LogitsHook | None = None,
@@ -76,6 +78,8 @@ class Frontend:
                 for prefill; None: a whole chunk beside all of them.
             policy: "fcfs": first come, first served; "priority": requests of lower priority first.
             max_overtakes: later requests that may go before a waiting one, by priority.
+            parallel: how many devices to spread the model over; max_num_seqs and num_pages are then
+                those of each data shard. None: one device.
             attention: a backend of `pallas_kernels.paged_attention` by name; None: the platform's.
             batch_invariant: give a prompt bitwise the same tokens and log-probabilities whatever
                 else is computed; on CPU, and slower.
@@ -88,8 +92,12 @@ class Frontend:
         Raises:
             ValueError, FileNotFoundError: the model cannot be had, or an option is wrong.
         """
+        mesh = make_mesh(parallel or ParallelConfig())
         path, start = resolve(model), time.perf_counter()
         checkpoint = open_checkpoint(path)
+        model_config = checkpoint.config
+        if mesh is not None:
+            model_config = fit_config(model_config, mesh.shape["model"])
         if max_model_len is None:
             longest = min(DEFAULT_MODEL_LEN, checkpoint.config.max_position)
             require(
@@ -115,10 +123,11 @@ class Frontend:
         self.tokenizer = _tokenizer_of(checkpoint)
         keep_compiled_programs()
         self._progress = progress
-        params = load_params(checkpoint, dtype=dtype, progress=self._reporter("loading"))
+        report = self._reporter("loading")
+        params = load_params(checkpoint, dtype=dtype, mesh=mesh, progress=report)
         self._load_s = time.perf_counter() - start
         self._engine = Engine(
-            Decoder(checkpoint.config, attention),
+            Decoder(model_config, attention, mesh=mesh),
             params,
             config,
             eos_ids=sorted({*checkpoint.config.eos_ids, *self.tokenizer.eos_ids}),

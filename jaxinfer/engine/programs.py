@@ -16,6 +16,15 @@ import jax.numpy as jnp
 
 from jaxinfer.compute.decoder import Decoder, Params
 from jaxinfer.compute.logits import LogitsHook
+from jaxinfer.compute.sharding import (
+    cache_spec,
+    num_shards,
+    over_data,
+    param_specs,
+    shardings,
+    spec,
+    state_spec,
+)
 from jaxinfer.compute.types import DecodeState, KVCache
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine import device
@@ -45,7 +54,7 @@ class Programs:
 
     ("prefill", rows, tokens), ("score",), ("start",), ("decode", rows), ("write_row",),
     ("stop_row",), ("map_pages",), ("copy_pages",). All that varies in shape is in the key, so a
-    program once compiled is never compiled again.
+    program once compiled is never compiled again. Rows and tokens are those of each data shard.
     """
 
     def __init__(
@@ -65,21 +74,29 @@ class Programs:
         self._params, self._cache, self._state = shaped(params), shaped(cache), shaped(state)
         self._num_words, self._num_starts = num_words, num_starts
         self._max_model_len = config.max_model_len
-        self._hidden = jax.ShapeDtypeStruct((num_hidden, model.config.hidden_size), jnp.float32)
+        self._mesh = model.mesh
+        self._shards = num_shards(model.mesh, "data")
+        hidden = (self._shards * num_hidden, model.config.hidden_size)
+        self._hidden = jax.ShapeDtypeStruct(hidden, jnp.float32)
         common = dict(logits_hook=logits_hook, max_logprobs=config.max_logprobs)
         prefill = functools.partial(device.prefill_rows, model, num_hidden=num_hidden)
         score = functools.partial(device.score_rows, model, **common)
         start = functools.partial(device.start_rows, model, **common)
         decode = functools.partial(device.decode_rows, model, max_steps=config.max_window, **common)
+        # By name: the function; where its arguments lie, and what it returns; which it donates.
+        params_, cache_, state_ = param_specs(params), cache_spec(cache), state_spec(state)
+        rows, whole = spec("rows"), spec()
         self._functions = {
-            "prefill": jax.jit(prefill, donate_argnums=1),
-            "score": jax.jit(score),
-            "start": jax.jit(start, donate_argnums=1),
-            "decode": jax.jit(decode, donate_argnums=(1, 2)),
-            "write_row": jax.jit(device.write_row, donate_argnums=0),
-            "stop_row": jax.jit(device.stop_row, donate_argnums=0),
-            "map_pages": jax.jit(device.map_pages, donate_argnums=0),
-            "copy_pages": jax.jit(device.copy_pages, donate_argnums=0),
+            "prefill": self._jit(prefill, (params_, cache_, rows, rows), (cache_, rows), (1,)),
+            "score": self._jit(score, (params_, state_, rows, rows), rows, ()),
+            "start": self._jit(start, (params_, state_, rows, rows), (state_, rows), (1,)),
+            "decode": self._jit(
+                decode, (params_, cache_, state_, rows, whole), (cache_, state_, rows), (1, 2)
+            ),
+            "write_row": self._jit(device.write_row, (state_, rows, whole), state_, (0,)),
+            "stop_row": self._jit(device.stop_row, (state_, rows), state_, (0,)),
+            "map_pages": self._jit(device.map_pages, (state_, rows), state_, (0,)),
+            "copy_pages": self._jit(device.copy_pages, (cache_, rows, rows), cache_, (0,)),
         }
         self._compiled: dict[Key, jax.stages.Compiled] = {}
         self._cached = CompileCounter(CACHE_HIT)
@@ -109,6 +126,21 @@ class Programs:
                 if progress is not None:
                     progress(done, len(jobs))
 
+    def _jit(
+        self, function: Callable, in_specs: tuple, out_specs: Any, donated: tuple[int, ...]
+    ) -> Any:
+        """`function` of one data shard as a program of all, with arguments and results where the
+        specs say: nothing about them is left to be compiled for anew.
+        """
+        if self._mesh is None:
+            return jax.jit(function, donate_argnums=donated)
+        return jax.jit(
+            over_data(function, self._mesh, in_specs, out_specs),
+            in_shardings=shardings(self._mesh, in_specs),
+            out_shardings=shardings(self._mesh, out_specs),
+            donate_argnums=donated,
+        )
+
     def _compile(self, key: Key) -> jax.stages.Compiled:
         lowered = self._functions[key[0]].lower(*self._arguments(key))
         with self._cached.watching():
@@ -116,26 +148,29 @@ class Programs:
 
     def _arguments(self, key: Key) -> tuple[Any, ...]:
         """The shapes that the program of `key` takes."""
+        each, starts = self._shards, self._shards * self._num_starts
         match key:
             case ("prefill", rows, tokens):
-                chunks = Chunks(_int32(rows, tokens), _int32(rows), _int32(rows), _int32(rows))
+                row = _int32(each * rows)
+                chunks = Chunks(_int32(each * rows, tokens), row, row, row)
                 return self._params, self._cache, self._state.page_table_BM, chunks
             case ("score",):
-                scored = Scored(_int32(self._max_model_len), _int32(), _int32(), _int32(), _int32())
+                one = _int32(each)
+                scored = Scored(_int32(each, self._max_model_len), one, one, one, one)
                 return self._params, self._state, self._hidden, scored
             case ("start",):
-                row = _int32(self._num_starts)
+                row = _int32(starts)
                 return self._params, self._state, self._hidden, Starts(row, row, row, row)
             case ("decode", rows):
-                return self._params, self._cache, self._state, _int32(rows), _int32()
+                return self._params, self._cache, self._state, _int32(each * rows), _int32()
             case ("copy_pages",):
-                return self._cache, _int32(self._num_starts), _int32(self._num_starts)
+                return self._cache, _int32(starts), _int32(starts)
             case ("map_pages",):
-                return self._state, _int32(self._num_starts, 3)
+                return self._state, _int32(starts, 3)
             case ("write_row",):
-                return self._state, _int32(), _int32(self._num_words)
+                return self._state, _int32(each), _int32(self._num_words)
             case _:
-                return self._state, _int32()
+                return self._state, _int32(each)
 
 
 def _shape_of(array: jax.Array) -> jax.ShapeDtypeStruct:

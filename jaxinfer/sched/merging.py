@@ -44,6 +44,22 @@ def merge(
     return computing, leaders
 
 
+def num_alike(request: Request, other: Request, page_size: int) -> int:
+    """Pages in which `request` and `other`, which is to compute them, begin alike; one more if all
+    is alike. 0 for a request that computes all itself.
+    """
+    if request.must_compute:
+        return 0
+    if _is_same(request, other):
+        return request.num_known // page_size + 1
+    most = min(request.num_known, other.num_known) // page_size
+    for i in range(most):
+        first, length = i * page_size, page_size
+        if request.known_ids(first, length) != other.known_ids(first, length):
+            return i
+    return most
+
+
 def _next_piece(request: Request, page_size: int) -> Piece | None:
     """What `request` computes next; None where the pages before are not registered."""
     entry = request.entry

@@ -54,8 +54,9 @@ class Request:
             are read.
         max_total_len: most tokens, prompt and output; set when the scheduler accepts the request.
         order: arrivals before this one; set then too.
-        row: its row of the decode batch, and `pages` its pages in order of position, None for those
-            that no later query sees; both only while it runs.
+        shard: which of the data shards it runs on, or ran last.
+        row: its row of the decode batch there, and `pages` its pages in order of position, None for
+            those that no later query sees; both only while it runs.
         entry: of the prefix cache, for its last page registered there; None where it registers
             none.
         under_way: decode steps (1 for a first token) of each dispatch that was not read yet.
@@ -82,6 +83,7 @@ class Request:
     num_computed: int = field(default=0, init=False)
     max_total_len: int = field(default=0, init=False)
     order: int = field(default=0, init=False)
+    shard: int = field(default=0, init=False)
     row: int | None = field(default=None, init=False)
     pages: list[int | None] = field(default_factory=list, init=False)
     entry: Entry | None = field(default=None, init=False, repr=False)

@@ -26,9 +26,10 @@ from jaxinfer.sched.allocation import PageAllocator
 from jaxinfer.sched.buckets import Shape, pick, prefill_shapes
 from jaxinfer.sched.counters import Counters
 from jaxinfer.sched.limits import max_total_len
-from jaxinfer.sched.merging import merge
+from jaxinfer.sched.merging import merge, num_alike
 from jaxinfer.sched.page_pool import PagePool
 from jaxinfer.sched.plan import Chunk, StepPlan
+from jaxinfer.sched.prefix_cache import Entry
 from jaxinfer.sched.queue import RequestQueue
 from jaxinfer.sched.request import Request, Status
 
@@ -45,17 +46,26 @@ class Scheduler:
 
     Args:
         window: keys that a query sees at most, if that holds in every layer; else None.
+        beside: another scheduler, with which this one shares counters and whoever waits; rows and
+            pages are its own. See `Placement`.
     """
 
-    def __init__(self, config: EngineConfig, window: int | None = None):
+    def __init__(
+        self, config: EngineConfig, window: int | None = None, beside: Scheduler | None = None
+    ):
         self.config = config
-        self.counters = Counters()
+        self.counters = Counters() if beside is None else beside.counters
         self.shapes = prefill_shapes(
             config.prefill_chunk, config.max_num_seqs, max(config.max_model_len - 1, 1)
         )
         self._pages = PageAllocator(config, window, self.counters)
-        self._requests: dict[str, Request] = {}
-        self._waiting, self._running = RequestQueue(config), RequestQueue(config)
+        self._requests: dict[str, Request] = {} if beside is None else beside._requests
+        self.waiting = RequestQueue(config) if beside is None else beside.waiting
+        self._running = RequestQueue(config)
+        self._shards: list[Scheduler] = [] if beside is None else beside._shards
+        self.shard = len(self._shards)
+        self._shards.append(self)
+        self._admitted: list[Request] = []  # since the last plan
         self._free_rows = list(reversed(range(config.max_num_seqs)))
         self._budget = config.token_budget or config.prefill_chunk + config.max_num_seqs
 
@@ -67,7 +77,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Requests that hold no row."""
-        return len(self._waiting)
+        return len(self.waiting)
 
     @property
     def num_running(self) -> int:
@@ -93,7 +103,7 @@ class Scheduler:
         request.times.arrival = now
         self.counters.added += 1
         self._requests[request.id] = request
-        self._waiting.add(request)
+        self.waiting.add(request)
 
     def check(self, request: Request) -> None:
         """Returns None, or raises ValueError for a request that could never run, whatever others
@@ -106,22 +116,26 @@ class Scheduler:
 
         Hand every result of it to `update`.
         """
-        for request in self._running:
-            self._pages.release_unseen(request)
-        admitted = self._admit(now)
+        self.catch_up()
+        self._admit(now)
+        return self.plan(self.most_steps)
 
+    def plan(self, most_steps: int) -> StepPlan:
+        """The next plan of those who run, with a window of at most `most_steps`."""
+        admitted, self._admitted = self._admitted, []
+        num_evicted = self.pool.num_evicted
         gaps = [r.decode_gap for r in self._running if r.status is Status.DECODE]
         computing, leaders = merge(self._prefilling(), self.config.page_size, LOOKAHEAD)
         shape, lengths = self._pick(computing, self._budget - len(gaps) + gaps.count(0))
         forks = {r: of for r, of in leaders.items() if lengths.get(of) == of.prefill_gap}
-        num_steps = self._num_steps(gaps, bool(lengths))
+        num_steps = 1 if lengths else min(most_steps, max(gaps, default=0))
         targets = self._targets(lengths, forks, num_steps)
         preempted = self._reserve(targets, forks)
         new = frozenset(admitted)
 
         prefill, starts, copies = self._advance_prefill(shape, lengths, forks)
         decode = self._advance_decode(targets, num_steps)
-        self.counters.evicted_pages = self.pool.num_evicted
+        self.counters.evicted_pages += self.pool.num_evicted - num_evicted
         return StepPlan(
             preempted=tuple((row, r) for row, r in preempted if r not in new),
             admitted=tuple(r for r in admitted if r.row is not None),
@@ -179,7 +193,7 @@ class Scheduler:
             return None
         row = request.row
         if row is None:
-            self._waiting.remove(request)
+            self.waiting.remove(request)
         else:
             self._stop(request)
         del self._requests[request.id]
@@ -191,21 +205,41 @@ class Scheduler:
         """Returns None; nothing computed so far is shared again. For weights that changed."""
         self._pages.reset(self._running)
 
+    @property
+    def most_steps(self) -> int:
+        """The longest decode window now.
+
+        1 beside a prefill, so that its next chunk and its first token do not wait; 1 too when a
+        request waits and a row's last step is under way, since the next read then frees that row.
+        Else as long as allowed.
+        """
+        if Status.PREFILL in [r.status for r in self._running]:
+            return 1
+        if self.waiting and 0 in [r.decode_gap for r in self._running]:
+            return 1
+        return self.config.max_window
+
     def check_integrity(self) -> None:
         """Returns None if each row is free or held by one request, each page accounted for, and
         order holds.
         """
-        running, waiting = list(self._running), list(self._waiting)
+        running, waiting = list(self._running), list(self.waiting)
         self._pages.check_integrity(running)
         rows = sorted([*self._free_rows, *(-1 if r.row is None else r.row for r in running)])
         assert rows == list(range(self.config.max_num_seqs)), f"rows lost or doubled: {rows}"
         self._running.check_integrity()
-        self._waiting.check_integrity()
-        assert len(self._requests) == len(running) + len(waiting), "a request is in no queue"
+        self.waiting.check_integrity()
+        num_running = sum(len(shard._running) for shard in self._shards)
+        assert len(self._requests) == num_running + len(waiting), "a request is in no queue"
         for request in running + waiting:
             request.check_integrity()
         assert all(r.status is not Status.WAITING for r in running), "one that waits runs"
         assert all(r.status is Status.WAITING for r in waiting), "one that runs waits"
+
+    def catch_up(self) -> None:
+        """Returns None; requests hold no page that they need no more."""
+        for request in self._running:
+            self._pages.release_unseen(request)
 
     def _prefilling(self) -> Iterator[Request]:
         """Those that run and do not decode yet, each holding all that others computed for it."""
@@ -214,34 +248,64 @@ class Scheduler:
                 self._pages.share(request, self._pages.match(request))
                 yield request
 
-    def _admit(self, now: float | None) -> list[Request]:
-        """The waiting requests that now run, in order, up to the first that does not fit."""
-        admitted: list[Request] = []
-        if not self._waiting or not self._free_rows:
-            return admitted
-        spare = self.pool.num_available - sum(map(self._num_missing, self._running))
-        while self._waiting and self._free_rows:
-            request = self._waiting.first
+    def _admit(self, now: float | None) -> None:
+        """Returns None; the waiting requests run, in order, up to the first that does not fit."""
+        if not self.waiting or not self._free_rows:
+            return
+        spare = self._num_spare()
+        while self.waiting and self._free_rows:
+            request = self.waiting.first
             if request.under_way:
                 break  # not all that it has to compute again is known
-            self._pages.begin(request)
-            found = self._pages.match(request)
-            needed = self._num_missing(request, len(found))
-            needed += self._pages.num_claimed(request, found)
+            found, needed = self._look_up(request)
             if self._running and needed > spare:
-                request.entry = None
                 break
             spare -= needed
-            self._waiting.remove(request)
-            self._running.add(request)
-            request.row, request.status = self._free_rows.pop(), Status.PREFILL
-            if not request.num_preemptions:
-                request.times.first_scheduled = now
-                self.counters.prompt_tokens += len(request.prompt_ids)
-            self._pages.share(request, found)
-            admitted.append(request)
-        self._waiting.overtake(admitted)
-        return admitted
+            self.waiting.remove(request)
+            self._run(request, found, now)
+        self.waiting.overtake(self._admitted)
+
+    def room_for(self, request: Request) -> tuple[int, int] | None:
+        """How many pages of the tokens of `request` are there or about to be computed, and how many
+        are free, less what those who run need; None if it does not fit now.
+        """
+        if not self._free_rows:
+            return None
+        (found, needed), spare = self._look_up(request), self._num_spare()
+        if self._running and needed > spare:
+            return None
+        computing = [other for other in self._running if other.status is Status.PREFILL]
+        alike = [num_alike(request, other, self.config.page_size) for other in computing]
+        return max(len(found), *alike, 0), spare
+
+    def admit(self, request: Request, now: float | None) -> None:
+        """Returns None; `request`, which waits no longer and fits, runs here."""
+        self._run(request, self._look_up(request)[0], now)
+
+    def _run(self, request: Request, found: list[Entry], now: float | None) -> None:
+        """Returns None; `request` runs, and shares the pages `found`."""
+        self._running.add(request)
+        request.shard = self.shard
+        request.row, request.status = self._free_rows.pop(), Status.PREFILL
+        if not request.num_preemptions:
+            request.times.first_scheduled = now
+            self.counters.prompt_tokens += len(request.prompt_ids)
+        self._pages.begin(request)
+        self._pages.share(request, found)
+        self._admitted.append(request)
+
+    def _look_up(self, request: Request) -> tuple[list[Entry], int]:
+        """The cached pages that `request`, which waits, could share; how many others it needs."""
+        self._pages.begin(request)
+        found = self._pages.match(request)
+        needed = self._num_missing(request, len(found))
+        needed += self._pages.num_claimed(request, found)
+        request.entry = None
+        return found, needed
+
+    def _num_spare(self) -> int:
+        """Pages that those who run do not need."""
+        return self.pool.num_available - sum(map(self._num_missing, self._running))
 
     def _num_missing(self, request: Request, num_found: int = 0) -> int:
         """Pages to allocate until the gap of `request`, which shares `num_found` more, is closed
@@ -257,17 +321,6 @@ class Scheduler:
             return self.shapes[0], {}
         shape, taken = pick(self.shapes, [r.prefill_gap for r in computing], limit)
         return shape, {computing[index]: length for index, length in taken}
-
-    def _num_steps(self, gaps: Sequence[int], is_prefilling: bool) -> int:
-        """The length of the decode window.
-
-        1 beside a prefill, so that its next chunk and its first token do not wait; 1 too when a
-        request waits and a row's last step is under way, since the next read then frees that row.
-        Else as long as allowed and of use to any row.
-        """
-        if is_prefilling or (self._waiting and 0 in gaps):
-            return 1
-        return min(self.config.max_window, max(gaps, default=0))
 
     def _targets(
         self, lengths: dict[Request, int], forks: dict[Request, Request], num_steps: int
@@ -308,7 +361,7 @@ class Scheduler:
         self.counters.preempted += 1
         self._stop(request)
         request.status = Status.WAITING
-        self._waiting.add(request)
+        self.waiting.add(request)
 
     def _stop(self, request: Request) -> None:
         """Returns None; `request` no longer runs: its row and pages are free."""

@@ -36,9 +36,8 @@ class FakeEngine:
         self.wait_s = 5.0
         self.sent, self.most = [], 0
         self.cut = set()  # prompts that end before their time
-        self.scheduler = SimpleNamespace(
-            num_waiting=0, pool=SimpleNamespace(num_pages=num_pages, num_held=0)
-        )
+        self.pool = SimpleNamespace(num_pages=num_pages, num_held=0)
+        self.placement = SimpleNamespace(num_waiting=0, shards=(SimpleNamespace(pool=self.pool),))
         self.num_steps = 3
         self._clock = clock
         self._requests = []
@@ -80,6 +79,6 @@ class FakeEngine:
             )
             if reason is not None:
                 self._requests.remove(request)
-        self.scheduler.num_waiting = max(len(self._requests) - 2, 0)
-        self.scheduler.pool.num_held = 3 * len(self._requests)
+        self.placement.num_waiting = max(len(self._requests) - 2, 0)
+        self.pool.num_held = 3 * len(self._requests)
         return outputs

@@ -39,7 +39,11 @@ def test_engine_options_are_keywords_of_the_model_with_the_defaults_that_help_sh
     assert keywords.keys() >= engine_keywords(parse()).keys()
     shown = {field.name: field.default for field in dataclasses.fields(EngineConfig)}
     shown["max_model_len"] = None  # as much of what is shown as the model can
-    shown |= {"dtype": "bfloat16", "attention": None}  # of the model: not the engine's
+    shown |= {
+        "dtype": "bfloat16",
+        "attention": None,
+        "parallel": None,
+    }  # of the model: not the engine's
     for option in ENGINE_OPTIONS:
         assert keywords[option.name].default == shown[option.name]
 
@@ -174,3 +178,12 @@ def test_a_setting_is_parsed_as_its_option(text, setting):
 def test_a_malformed_setting_says_what_is_wanted(text, message):
     with pytest.raises(UsageError, match=message):
         parse_setting(text)
+
+
+def test_how_many_devices_is_typed_by_axis(capsys):
+    keywords = engine_keywords(parse("--parallel", "model=4,data=2"))
+    assert keywords["parallel"] == jaxinfer.ParallelConfig(data=2, model=4)
+    for wrong in ("4", "model=0", "model=2,pipe=2", "model=x"):
+        with pytest.raises(SystemExit):
+            parse("--parallel", wrong)
+        assert "data=2,model=4" in capsys.readouterr().err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -121,12 +122,13 @@ class PlainDevice:
         self.num_rows = config.max_num_seqs
         self.decode_sizes = decode_sizes(config.max_num_seqs)
         self.num_starts = max(rows for rows, _ in prefill_shapes)
-        self.num_fetches = 0
+        self.num_hidden = max(rows * tokens for rows, tokens in prefill_shapes)
+        self.num_shards, self.num_fetches = 1, 0
         self._prefill_shapes = prefill_shapes
         self._pages = np.full((config.cache.num_pages, config.page_size), -1)
         self._rows = [None] * self.num_rows
 
-    def write_row(self, row, state):
+    def write_row(self, shard, row, state):
         self._rows[row] = SimpleNamespace(
             table=state.page_table_BM[0].copy(),
             stop_ids=set(state.sampling.stop_ids_BC[0].tolist()) - {-1},
@@ -135,7 +137,7 @@ class PlainDevice:
             newest=None,
         )
 
-    def stop_row(self, row):
+    def stop_row(self, shard, row):
         self._rows[row].remaining = 0
 
     def map_pages(self, entries):
@@ -204,6 +206,64 @@ class PlainDevice:
         row.newest = hashed(known)
         row.remaining = 0 if row.newest in row.stop_ids else row.remaining - 1
         return row.newest
+
+
+class PlainDevices:
+    """A `PlainDevice` for each of `NUM` data shards: each is given its own part of a batch."""
+
+    NUM = 3
+
+    def __init__(self, *args, **keywords):
+        self._shards = [PlainDevice(*args, **keywords) for _ in range(self.NUM)]
+        first = self._shards[0]
+        self.num_rows, self.num_shards = first.num_rows, self.NUM
+        self.decode_sizes, self.num_starts = first.decode_sizes, first.num_starts
+        self.num_hidden, self.num_fetches = first.num_hidden, 0
+        self.wait_s = 0.0
+        self.num_busy = []  # shards with work, of each decode call
+
+    def _each(self, name, *args):
+        """What the method of that name gives for each shard's part of `args`."""
+        parts = [
+            jax.tree.map(lambda leaf, i=i: np.split(leaf, self.NUM)[i], args)
+            for i in range(self.NUM)
+        ]
+        return [getattr(shard, name)(*part) for shard, part in zip(self._shards, parts)]
+
+    def write_row(self, shard, row, state):
+        self._shards[shard].write_row(0, row, state)
+
+    def stop_row(self, shard, row):
+        self._shards[shard].stop_row(0, row)
+
+    def map_pages(self, entries):
+        self._each("map_pages", entries)
+
+    def copy_pages(self, sources, destinations):
+        self._each("copy_pages", sources, destinations)
+
+    def prefill(self, chunks):
+        states = self._each("prefill", chunks)
+        pad = self.num_hidden - len(states[0])
+        return np.concatenate([np.pad(part, (0, pad), constant_values=-1) for part in states])
+
+    def start(self, prefilled_N, starts):
+        parts = self._each("start", prefilled_N, starts)
+        return StepOutput(np.concatenate([part.tokens_BW for part in parts]))
+
+    def decode(self, rows_B, num_steps):
+        self.num_busy.append(
+            sum((np.stack(np.split(rows_B, self.NUM)) < self.num_rows).any(axis=1))
+        )
+        parts = [
+            shard.decode(rows, num_steps)
+            for shard, rows in zip(self._shards, np.split(rows_B, self.NUM))
+        ]
+        return StepOutput(np.concatenate([part.tokens_BW for part in parts]))
+
+    def fetch(self, results):
+        self.num_fetches += 1
+        return results
 
 
 def hashed(ids):

@@ -11,6 +11,8 @@ from jaxinfer.engine import device
 from jaxinfer.engine.batching import (
     decode_batch,
     decode_sizes,
+    join,
+    no_score,
     num_scored,
     prefill_batch,
     request_row,
@@ -128,8 +130,9 @@ def test_a_chunk_is_scored_up_to_the_end_of_the_prompt():
         chunk = Chunk(request, start, length, False)
         assert num_scored(chunk) == scored
     batch = score_batch(chunk, 12, 6)
-    assert batch.tokens_S.tolist() == [5, 6, 7, 8, -1, -1]
-    assert (batch.row, batch.index, batch.start, batch.length) == (1, 12, 2, 1)
+    assert batch.tokens_1S.tolist() == [[5, 6, 7, 8, -1, -1]]
+    numbers = batch.row_1, batch.index_1, batch.start_1, batch.length_1
+    assert [number.tolist() for number in numbers] == [[1], [12], [2], [1]]
     assert num_scored(Chunk(make_request(prompt=(5, 6)), 0, 2, True)) == 0, "did not ask"
 
 
@@ -141,7 +144,14 @@ def test_decode_sizes_end_at_the_number_of_rows(rows, sizes):
     assert decode_sizes(rows) == sizes
 
 
-def test_a_decode_batch_takes_the_smallest_size_that_holds_it():
-    assert decode_batch([5, 1], (4, 8), 8).tolist() == [5, 1, 8, 8]
-    assert decode_batch(range(4), (4, 8), 8).tolist() == [0, 1, 2, 3]
-    assert decode_batch(range(5), (4, 8), 8).tolist() == [0, 1, 2, 3, 4, 8, 8, 8]
+def test_a_decode_batch_is_padded_out_of_range():
+    assert decode_batch([5, 1], 4, 8).tolist() == [5, 1, 8, 8]
+    assert decode_batch(range(4), 4, 8).tolist() == [0, 1, 2, 3]
+
+
+def test_batches_of_shards_are_joined_one_behind_the_other():
+    one, other = no_score(2), score_batch(Chunk(make_request(prompt=(5, 6)), 0, 1, False), 3, 2)
+    assert join([one]) is one
+    both = join([one, other])
+    assert both.tokens_1S.tolist() == [[-1, -1], [5, 6]]
+    assert both.index_1.tolist() == [0, 3]

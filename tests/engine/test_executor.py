@@ -137,7 +137,7 @@ def test_joining_and_leaving_costs_one_transfer_of_the_row(make_engine):
             return engine_programs[key]
 
     def write_row(state, row, words):
-        sent.append((int(row), words.nbytes))
+        sent.append((int(row[0]), words.nbytes))
         return program(state, row, words)
 
     engine_programs = engine._executor._programs

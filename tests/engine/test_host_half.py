@@ -14,6 +14,7 @@ from jaxinfer.compute import Decoder
 from .serving import (
     EOS,
     PlainDevice,
+    PlainDevices,
     drain,
     hashed_output,
     note_chunks,
@@ -223,3 +224,61 @@ def test_an_interrupted_read_loses_no_token(plain_engine, monkeypatch):
             continue
     assert result(request) == hashed_output(*job, 64)
     assert produced == request.output_ids
+
+
+@pytest.fixture
+def plain_shards(monkeypatch, wide):
+    """As `plain_engine`, over the data shards of `PlainDevices`."""
+    monkeypatch.setattr("jaxinfer.engine.engine.Executor", PlainDevices)
+    monkeypatch.setattr("jaxinfer.engine.engine.num_shards", lambda mesh, axis: PlainDevices.NUM)
+
+    def make(**fields):
+        return Engine(wide.model, wide.params, EngineConfig(kv_dtype="float32", **fields))
+
+    return make
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_shards_serve_one_stream_of_requests(plain_shards, policy):
+    """Prompts that begin alike, cancels, and pools so small that requests give way."""
+    rng = random.Random(7)
+    engine = plain_shards(
+        max_model_len=64,
+        max_num_seqs=3,
+        page_size=4,
+        num_pages=22,
+        prefill_chunk=32,
+        max_window=3,
+        policy=policy,
+    )
+    stems = [prompt_of(20, seed) for seed in range(3)]
+    requests, jobs, cancelled, shards = [], [], [], set()
+    for i in range(150):
+        prompt = rng.choice(stems)[: rng.randint(1, 20)] + prompt_of(rng.randint(1, 20), i)
+        params = SamplingParams(
+            max_tokens=rng.randint(1, 20), stop_token_ids=rng.sample(range(1000), 30)
+        )
+        jobs.append((prompt, params))
+        requests.append(engine.add_request(prompt, params, priority=rng.randint(0, 2)))
+        for _ in range(rng.choice((0, 0, 1, 3))):
+            engine.step()
+            engine.check_integrity()
+        live = [request for request in requests if request.finish_reason is None]
+        if live and rng.random() < 0.1:
+            cancelled.append(rng.choice(live))
+            engine.cancel(cancelled[-1].id)
+    drain(engine)
+    for request, want in zip(requests, expected(jobs, 64)):
+        shards.add(request.shard)
+        if request in cancelled:
+            assert request.finish_reason == "cancelled"
+            assert request.output_ids == want[0][: len(request.output_ids)]
+        else:
+            assert result(request) == want
+    assert shards == {0, 1, 2}
+    assert len(cancelled) > 5
+    metrics = engine.metrics()
+    assert metrics["preempted"] > 0
+    assert metrics["cached_tokens"] > 100
+    assert metrics["pages_free"] + metrics["pages_cached"] == metrics["pages_total"] == 3 * 22
+    assert max(engine._executor.num_busy) == 3, "one call decodes on all shards"

@@ -1,0 +1,174 @@
+"""Logits over a mesh equal those of one device, and devices exchange no more than they must."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxinfer import CacheConfig, ModelConfig, ParallelConfig
+from jaxinfer.compute import Decoder, init_cache, stack_layers
+from jaxinfer.compute import sharding as sh
+from jaxinfer.config import RopeConfig
+
+from ..conftest import TINY_NAMES
+from .conftest import tiny
+
+PAGE, WIDTH = 8, 4
+LENS = np.array([19, 7, 32, 1, 12, 25, 8, 30], np.int32)
+TOKENS = np.random.default_rng(0).integers(3, 200, (8, 32)).astype(np.int32)
+
+
+def config_of(num_heads=24, num_kv_heads=8, num_layers=3):
+    return ModelConfig(
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=48,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=8,
+        rope=RopeConfig(dim=8),
+    )
+
+
+def forward(model, params, cache, tokens_BT, table_BM, context_B, query_B):
+    cache, x_BTD = model(params, cache, tokens_BT, table_BM, context_B, query_B)
+    return cache, model.unembed(params, x_BTD)
+
+
+def logits(model, params, stacked=False):
+    """[B, T, V] of the prompts in two chunks, each row on pages that are numbered in its shard."""
+    num_data = 1 if model.mesh is None else model.mesh.shape["data"]
+    pages = CacheConfig(num_pages=8 * WIDTH // num_data, page_size=PAGE, dtype="float32")
+    cache = init_cache(model.config, pages, stacked=stacked, mesh=model.mesh)
+    order = np.random.default_rng(1).permutation(8 * WIDTH // num_data).reshape(-1, WIDTH)
+    table_BM = np.tile(order, (num_data, 1)).astype(np.int32)
+    step = jax.jit(functools.partial(forward, model), donate_argnums=1)
+    first_B = np.minimum(LENS, 16)
+    cache, first_BTV = step(params, cache, TOKENS[:, :16], table_BM, first_B, first_B)
+    _, rest_BTV = step(params, cache, TOKENS[:, 16:], table_BM, LENS, LENS - first_B)
+    found = np.concatenate([first_BTV, rest_BTV], axis=1)
+    return np.where(np.arange(32)[:, None] < LENS[:, None, None], found, 0.0)
+
+
+def spread(config, params, data=1, model=1):
+    """The model over a mesh, and the params there."""
+    mesh = sh.make_mesh(ParallelConfig(data=data, model=model))
+    config = sh.fit_config(config, model)
+
+    def repeated(module, leaves):
+        return {kind: sh.repeat_kv_heads(module, leaf, config) for kind, leaf in leaves.items()}
+
+    layers = tuple(
+        layer | {"attention": {m: repeated(m, x) for m, x in layer["attention"].items()}}
+        for layer in params["layers"]
+    )
+    params = params | {"layers": layers}
+    return Decoder(config, mesh=mesh), jax.device_put(params, sh.param_shardings(mesh, params))
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 3, 4, 8])
+def test_any_number_of_kv_heads_is_split_repeated_or_refused(num_kv_heads):
+    config = config_of(num_kv_heads=num_kv_heads, num_layers=1)
+    params = Decoder(config).init(jax.random.key(0))
+    if num_kv_heads == 3:
+        with pytest.raises(ValueError, match="model=4 neither divides .* num_kv_heads=3 nor"):
+            spread(config, params, model=4)
+        return
+    model, placed = spread(config, params, model=4)
+    assert model.config.num_kv_heads == max(num_kv_heads, 4)
+    qkv = placed["layers"][0]["attention"]["qkv"]["weight"]
+    assert qkv.addressable_shards[0].data.shape[0] == qkv.shape[0] // 4
+    np.testing.assert_allclose(logits(model, placed), logits(Decoder(config), params), atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("field", "size"), [("num_heads", 12), ("intermediate_size", 44), ("vocab_size", 97)]
+)
+def test_a_size_that_cannot_be_split_is_named(field, size):
+    config = dataclasses.replace(config_of(num_kv_heads=4), **{field: size})
+    with pytest.raises(ValueError, match=f"model=8 does not divide the model's {field}={size}"):
+        sh.fit_config(config, 8)
+
+
+def test_more_devices_than_there_are_is_refused():
+    with pytest.raises(ValueError, match="takes 16 devices, and there are 8"):
+        sh.make_mesh(ParallelConfig(data=4, model=4))
+
+
+LAYOUTS = [(1, 2), (1, 4), (1, 8), (2, 1), (4, 1), (2, 2), (4, 2)]
+QUICK = [("llama", 1, 2), ("llama", 4, 2), ("gemma3", 2, 2), ("olmo2", 1, 4)]
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "model"),
+    [
+        pytest.param(n, d, m, marks=() if (n, d, m) in QUICK else pytest.mark.slow)
+        for n in TINY_NAMES
+        for d, m in LAYOUTS
+    ],
+)
+def test_families_have_the_logits_of_one_device(name, data, model):
+    alone = tiny(name)
+    try:
+        together = tiny(name, data, model)
+    except ValueError as error:
+        assert model in (4, 8), error
+        assert "does not divide the model's num_heads" in str(error)
+        return
+    np.testing.assert_allclose(logits(*together), logits(*alone), atol=1e-4)
+
+
+def test_stacked_layers_too():
+    config = config_of()
+    params = Decoder(config).init(jax.random.key(0))
+    model, placed = spread(config, params, 2, 4)
+    stacked = stack_layers(placed)
+    stacked = jax.device_put(stacked, sh.param_shardings(model.mesh, stacked))
+    found = logits(model, stacked, stacked=True)
+    np.testing.assert_allclose(found, logits(Decoder(config), params), atol=1e-4)
+
+
+def collectives(text):
+    """(kind, shape) of each exchange between devices."""
+    kinds = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
+    return [
+        (kind, tuple(map(int, dims.split(","))) if dims else ())
+        for dims, kind in re.findall(rf"= \(?\w+\[([\d,]*)\]\S* ({kinds})(?:-start)?\(", text)
+    ]
+
+
+@pytest.mark.parametrize(("data", "model"), [(1, 8), (2, 4)])
+def test_two_all_reduces_a_layer_and_one_for_the_embedding(data, model):
+    """And nothing of the cache, which is updated in place."""
+    config = config_of()
+    params = jax.eval_shape(Decoder(config).init, jax.random.key(0))
+    mesh = sh.make_mesh(ParallelConfig(data=data, model=model))
+    decoder = Decoder(config, mesh=mesh)
+    cache = jax.eval_shape(
+        lambda: init_cache(config, CacheConfig(num_pages=64, page_size=PAGE, dtype="float32"))
+    )
+    number = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    rows = sh.spec("rows")
+    in_specs = (sh.param_specs(params), sh.cache_spec(cache), rows, rows, rows, rows)
+    out_specs = (sh.cache_spec(cache), sh.spec("rows", None, "vocab"))
+    step = jax.jit(
+        sh.over_data(functools.partial(forward, decoder), mesh, in_specs, out_specs),
+        in_shardings=sh.shardings(mesh, in_specs),
+        out_shardings=sh.shardings(mesh, out_specs),
+        donate_argnums=1,
+    )
+    batch = number((8, 1)), number((8, WIDTH)), number((8,)), number((8,))
+    compiled = step.lower(params, cache, *batch).compile()
+    found = collectives(compiled.as_text())
+    assert {kind for kind, _ in found} == {"all-reduce"}
+    assert len(found) == 2 * config.num_layers + 1
+    assert {int(np.prod(shape)) for _, shape in found} == {8 // data * config.hidden_size}
+    cache_bytes = sum(p.size * p.dtype.itemsize for p in cache.pages) // (data * model)
+    assert compiled.memory_analysis().alias_size_in_bytes == cache_bytes
