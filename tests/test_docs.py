@@ -27,8 +27,8 @@ from .documents import DOCS, NAME, README, ROOT, Command, blocks, commands, run_
 
 PAGES = [README, *DOCS]
 API = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
-# Of a command that runs the model: those of the pages' Python, so that little is compiled anew.
-COMMON = "--dtype bfloat16 --max-model-len 512 --max-num-seqs 16 --max-tokens 8"
+# Of a command that runs the model: small enough to compile in seconds.
+SMALL = "--max-model-len 256 --max-num-seqs 1 --prefill-chunk 16 --max-tokens 8 --dtype float32"
 
 
 def each_page(pages: list[Path]):
@@ -118,7 +118,7 @@ def run_jaxinfer(argv: list[str], expected: str, capsys, monkeypatch) -> None:
     if not Path(model).exists() and model not in NAMED_SHAPES:
         return  # of the hub
     if args.command in ("generate", "chat"):
-        argv = [*argv, *COMMON.split()]
+        argv = [*argv, *SMALL.split()]
     monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n"))
     capsys.readouterr()
     assert main(argv) == 0, capsys.readouterr().err
