@@ -12,7 +12,7 @@ import pytest
 
 from jaxinfer import LLM, AsyncLLM, Engine
 from jaxinfer.compute import generate, make_sampling_state
-from jaxinfer.sched import Scheduler
+from jaxinfer.sched import Placement
 
 from .serving import CONFIG, EOS, V, result, run, script, widen
 from .streaming import LONG, assert_quiet
@@ -51,7 +51,7 @@ def make_engine(wide, programs):
     def make(*, params=None, host=(), **keywords):
         engine = Engine(wide.model, params or wide.params, CONFIG, logits_hook=script, **keywords)
         engine._executor._programs = programs[0]
-        engine.scheduler = Scheduler(dataclasses.replace(CONFIG, **dict(host)))
+        engine.placement = Placement(dataclasses.replace(CONFIG, **dict(host)))
         return engine
 
     return make

@@ -219,7 +219,7 @@ class PlainDevices:
         self.num_rows, self.num_shards = first.num_rows, self.NUM
         self.decode_sizes, self.num_starts = first.decode_sizes, first.num_starts
         self.num_hidden, self.num_fetches = first.num_hidden, 0
-        self.wait_s = 0.0
+        self.wait_s, self.compile_s, self.num_programs = 0.0, 0.0, (0, 0)
         self.num_busy = []  # shards with work, of each decode call
 
     def _each(self, name, *args):

@@ -12,7 +12,7 @@ import jax
 import pytest
 
 from jaxinfer import Engine, EngineConfig, SamplingParams
-from jaxinfer.sched import Scheduler
+from jaxinfer.sched import Placement
 
 from .serving import drain, prompt_of, run
 
@@ -106,7 +106,7 @@ def test_any_chunks(world, tokens):
     """Of so many tokens, or fewer beside rows that decode."""
     engine = world.make()
     few = dataclasses.replace(CONFIG, max_num_seqs=4, token_budget=tokens, prefix_cache=False)
-    engine.scheduler = Scheduler(few)
+    engine.placement = Placement(few)
     jobs = [(PROMPT, params) for params in KINDS]
     requests = run(engine, jobs)
     assert [bits(request) for request in requests] == [world.alone(*job) for job in jobs]
