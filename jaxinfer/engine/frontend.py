@@ -84,11 +84,9 @@ class Frontend:
         Raises:
             ValueError, FileNotFoundError: the model cannot be had, or an option is wrong.
         """
-        mesh = make_mesh(parallel or ParallelConfig())
+        parallel = parallel or ParallelConfig()
+        mesh = make_mesh(parallel)
         checkpoint = open_checkpoint(resolve(model))
-        model_config = checkpoint.config
-        if mesh is not None:
-            model_config = fit_config(model_config, mesh.shape["model"])
         if max_model_len is None:
             longest = min(DEFAULT_MODEL_LEN, checkpoint.config.max_position)
             require(
@@ -112,7 +110,7 @@ class Frontend:
         keep_compiled_programs()
         self._progress = progress
         self._engine = Engine(
-            Decoder(model_config, attention, mesh=mesh),
+            Decoder(fit_config(checkpoint.config, parallel.model), attention, mesh=mesh),
             load_params(checkpoint, dtype=dtype, mesh=mesh, progress=self._reporter("loading")),
             config,
             eos_ids=sorted({*checkpoint.config.eos_ids, *self.tokenizer.eos_ids}),

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from jaxinfer import models
+from jaxinfer import ParallelConfig, models
 from jaxinfer.bench.replay import Record, Replay
 from jaxinfer.bench.timeline import TRACKS
 from jaxinfer.cli import bench as bench_command
@@ -106,7 +106,11 @@ def calls(monkeypatch):
     It reports that a request of 4 tokens has got 1 of 2.
     """
     seen = []
-    engine = SimpleNamespace(config=EngineConfig(max_num_seqs=3), num_valid_ids=50)
+    engine = SimpleNamespace(
+        config=EngineConfig(max_num_seqs=3),
+        num_valid_ids=50,
+        placement=SimpleNamespace(shards=(None,)),
+    )
     result = Replay((Record(4, 2, 0.0, 0.0, (0.5,), 0.5),), (), 0.0, 1.0, 0.0, 0.5, {})
 
     def serve(engine, requests, prompts, **how):
@@ -151,7 +155,7 @@ def test_a_shape_gets_random_weights(tiny_llama, monkeypatch):
     shapes = {"tiny": tiny_llama.model.config}
     monkeypatch.setattr(models, "named_shape", shapes.__getitem__)
     args = SimpleNamespace(shape="tiny", model=None)
-    model, make_params = bench_command.open_model(args, "reference")
+    model, make_params = bench_command.open_model(args, "reference", ParallelConfig())
     assert (model.config, model.attention) == (shapes["tiny"], "reference")
     made = jax.eval_shape(lambda: make_params("bfloat16", None))
     wanted = jax.tree.map(lambda leaf: (leaf.shape, "bfloat16"), tiny_llama.params)
