@@ -217,5 +217,6 @@ def test_without_matplotlib_a_plot_is_refused_before_anything_is_loaded(monkeypa
 
 
 def test_every_engine_option_is_one_of_the_engine_or_of_the_model():
-    known = {field.name for field in dataclasses.fields(EngineConfig)} | {"dtype", "attention"}
+    known = {field.name for field in dataclasses.fields(EngineConfig)}
+    known |= {"dtype", "attention", "parallel"}
     assert {option.name for option in ENGINE_OPTIONS} <= known
