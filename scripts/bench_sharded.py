@@ -215,9 +215,7 @@ def main(argv: list[str] | None = None) -> int:
                     config, ParallelConfig(model=count), devices, sampling=args.sampler, **sizes
                 )
             except jax.errors.JaxRuntimeError as error:
-                needed = re.search(r"Used ([\d.]+G) of ([\d.]+G) hbm", str(error))
-                why = f"needs {needed[1]} of {needed[2]}" if needed else str(error)[:60]
-                print(f"{name:12}{count:2}   | does not fit: {why}")
+                print(f"{name:11} {count:2} | does not fit: {str(error)[:200]}", flush=True)
                 continue
             memory = step.compiled.memory_analysis()
             is_in_place &= memory.alias_size_in_bytes >= step.cache_bytes

@@ -119,9 +119,7 @@ def load(
     require(parallel is None or mesh is None, "Both parallel and mesh are given. Choose one.")
     mesh = make_mesh(parallel) if parallel is not None else mesh
     checkpoint = open_checkpoint(resolve(str(model)))
-    config = checkpoint.config
-    if mesh is not None:
-        config = fit_config(config, mesh.shape["model"])
+    config = fit_config(checkpoint.config, 1 if mesh is None else mesh.shape["model"])
     return Decoder(config, mesh=mesh), load_params(checkpoint, dtype=dtype, mesh=mesh)
 
 

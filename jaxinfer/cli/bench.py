@@ -17,7 +17,7 @@ from jaxinfer.cli.options import ENGINE_OPTIONS, Option, UsageError, add_options
 from jaxinfer.cli.progress import progress_bars
 from jaxinfer.cli.startup import Startup, import_engine
 from jaxinfer.cli.traffic import add_traffic_options, parse_positive, read_requests
-from jaxinfer.config import EngineConfig, require
+from jaxinfer.config import EngineConfig, ParallelConfig, require
 
 if TYPE_CHECKING:
     from jaxinfer import Engine
@@ -155,7 +155,8 @@ def make_engine(
 
     keywords = given(args, BENCH_OPTIONS)
     dtype, attention = keywords.pop("dtype", DEFAULT_DTYPE), keywords.pop("attention", None)
-    model, make_params = open_model(args, attention)
+    parallel = keywords.pop("parallel", ParallelConfig())
+    model, make_params = open_model(args, attention, parallel)
     if "max_model_len" not in keywords:
         page_size = keywords.get("page_size", EngineConfig.page_size)
         keywords["max_model_len"] = fitting_len(requests, page_size, model.config.max_position)
@@ -174,21 +175,35 @@ def make_engine(
 
 
 def open_model(
-    args: argparse.Namespace, attention: str | None
+    args: argparse.Namespace, attention: str | None, parallel: ParallelConfig
 ) -> tuple[Decoder, Callable[[str, Report | None], Any]]:
-    """The model, and what makes its params, given their dtype: read, or random for a shape."""
+    """The model over so many devices, and what makes its params, given their dtype: read, or random
+    for a shape.
+    """
     import jax  # noqa: PLC0415
 
     from jaxinfer.checkpoint import load_params, open_checkpoint, resolve  # noqa: PLC0415
     from jaxinfer.compute import Decoder  # noqa: PLC0415
+    from jaxinfer.compute.sharding import fit_config, make_mesh, param_shardings  # noqa: PLC0415
     from jaxinfer.models import named_shape  # noqa: PLC0415
 
+    mesh = make_mesh(parallel)
     if args.shape is not None:
-        model = Decoder(named_shape(args.shape), attention)
-        return model, lambda dtype, progress: model.init(jax.random.key(0), dtype)
+        config = fit_config(named_shape(args.shape), parallel.model)
+        model = Decoder(config, attention, mesh=mesh)
+
+        def random(dtype: str, progress: Report | None) -> Any:
+            init, key = functools.partial(model.init, dtype=dtype), jax.random.key(0)
+            if mesh is None:
+                return init(key)
+            where = param_shardings(mesh, jax.eval_shape(init, key))
+            return jax.jit(init, out_shardings=where)(key)
+
+        return model, random
     checkpoint = open_checkpoint(resolve(args.model))
-    return Decoder(checkpoint.config, attention), lambda dtype, progress: load_params(
-        checkpoint, dtype=dtype, progress=reporter(progress, "loading")
+    config = fit_config(checkpoint.config, parallel.model)
+    return Decoder(config, attention, mesh=mesh), lambda dtype, progress: load_params(
+        checkpoint, dtype=dtype, mesh=mesh, progress=reporter(progress, "loading")
     )
 
 
@@ -219,7 +234,7 @@ def measure(
     from jaxinfer.bench.timeline import Timeline  # noqa: PLC0415
 
     prompts = make_prompts(requests, engine.num_valid_ids)
-    concurrency = None if args.open else args.concurrency or engine.config.max_num_seqs
+    concurrency = None if args.open else args.concurrency or num_rows(engine)
     with contextlib.ExitStack() as stack:
         timeline = None
         if args.timeline is not None:
@@ -232,6 +247,11 @@ def measure(
             progress=reporter(progress, "serving"),
         )
     return result, timeline
+
+
+def num_rows(engine: Engine) -> int:
+    """Requests that can decode together, on all data shards."""
+    return engine.config.max_num_seqs * len(engine.placement.shards)
 
 
 def write_timeline(path: str, timeline: Timeline, result: Replay) -> None:
@@ -247,7 +267,7 @@ def describe(args: argparse.Namespace, engine: Engine) -> dict[str, Any]:
     import jax  # noqa: PLC0415
 
     config = engine.config
-    closed = f"{args.concurrency or config.max_num_seqs} under way"
+    closed = f"{args.concurrency or num_rows(engine)} under way"
     return {
         "model": args.model or args.shape,
         "dtype": given(args, ENGINE_OPTIONS).get("dtype", DEFAULT_DTYPE),

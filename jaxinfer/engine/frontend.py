@@ -92,12 +92,10 @@ class Frontend:
         Raises:
             ValueError, FileNotFoundError: the model cannot be had, or an option is wrong.
         """
-        mesh = make_mesh(parallel or ParallelConfig())
+        parallel = parallel or ParallelConfig()
+        mesh = make_mesh(parallel)
         path, start = resolve(model), time.perf_counter()
         checkpoint = open_checkpoint(path)
-        model_config = checkpoint.config
-        if mesh is not None:
-            model_config = fit_config(model_config, mesh.shape["model"])
         if max_model_len is None:
             longest = min(DEFAULT_MODEL_LEN, checkpoint.config.max_position)
             require(
@@ -127,7 +125,7 @@ class Frontend:
         params = load_params(checkpoint, dtype=dtype, mesh=mesh, progress=report)
         self._load_s = time.perf_counter() - start
         self._engine = Engine(
-            Decoder(model_config, attention, mesh=mesh),
+            Decoder(fit_config(checkpoint.config, parallel.model), attention, mesh=mesh),
             params,
             config,
             eos_ids=sorted({*checkpoint.config.eos_ids, *self.tokenizer.eos_ids}),

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from jaxinfer import models
+from jaxinfer import ParallelConfig, models
 from jaxinfer.bench.replay import Record, Replay
 from jaxinfer.bench.timeline import TRACKS
 from jaxinfer.cli import bench as bench_command
@@ -114,7 +114,11 @@ def calls(monkeypatch):
     It reports that a request of 4 tokens has got 1 of 2.
     """
     seen = []
-    engine = SimpleNamespace(config=EngineConfig(max_num_seqs=3), num_valid_ids=50)
+    engine = SimpleNamespace(
+        config=EngineConfig(max_num_seqs=3),
+        num_valid_ids=50,
+        placement=SimpleNamespace(shards=(None,)),
+    )
     result = Replay((Record(4, 2, 0.0, 0.0, (0.5,), 0.5),), (), 0.0, 1.0, 0.0, 0.5, {})
 
     def serve(engine, requests, prompts, **how):
@@ -164,7 +168,7 @@ def test_a_shape_gets_random_weights(tiny_llama, monkeypatch):
     shapes = {"tiny": tiny_llama.model.config}
     monkeypatch.setattr(models, "named_shape", shapes.__getitem__)
     args = SimpleNamespace(shape="tiny", model=None)
-    model, make_params = bench_command.open_model(args, "reference")
+    model, make_params = bench_command.open_model(args, "reference", ParallelConfig())
     assert (model.config, model.attention) == (shapes["tiny"], "reference")
     made = jax.eval_shape(lambda: make_params("bfloat16", None))
     wanted = jax.tree.map(lambda leaf: (leaf.shape, "bfloat16"), tiny_llama.params)
@@ -226,5 +230,6 @@ def test_without_matplotlib_a_plot_is_refused_before_anything_is_loaded(monkeypa
 
 
 def test_the_engine_options_are_those_of_the_engine_and_of_the_model():
-    known = {field.name for field in dataclasses.fields(EngineConfig)} | {"dtype", "attention"}
+    known = {field.name for field in dataclasses.fields(EngineConfig)}
+    known |= {"dtype", "attention", "parallel"}
     assert {option.name for option in bench_command.BENCH_OPTIONS} == known

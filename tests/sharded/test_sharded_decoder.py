@@ -172,3 +172,24 @@ def test_two_all_reduces_a_layer_and_one_for_the_embedding(data, model):
     assert {int(np.prod(shape)) for _, shape in found} == {8 // data * config.hidden_size}
     cache_bytes = sum(p.size * p.dtype.itemsize for p in cache.pages) // (data * model)
     assert compiled.memory_analysis().alias_size_in_bytes == cache_bytes
+
+
+def test_gradients_are_those_of_one_device():
+    config = config_of(num_heads=8, num_layers=2)
+    params = Decoder(config).init(jax.random.key(0))
+    alone = Decoder(config, attention="reference")
+    together, placed = spread(config, params, 2, 4)
+    together = dataclasses.replace(together, attention="reference")
+
+    def loss(model, params):
+        num_pages = 8 * WIDTH // (1 if model.mesh is None else 2)
+        pages = CacheConfig(num_pages=num_pages, page_size=PAGE, dtype="float32")
+        cache = init_cache(config, pages, mesh=model.mesh)
+        table_BM = jnp.arange(8 * WIDTH).reshape(8, WIDTH) % num_pages
+        _, logits_BTV = forward(model, params, cache, TOKENS % 96, table_BM, LENS, LENS)
+        return jnp.sum(jnp.where(jnp.arange(32)[:, None] < LENS[:, None, None], logits_BTV, 0) ** 2)
+
+    wanted = jax.jit(jax.grad(functools.partial(loss, alone)))(params)
+    found = jax.jit(jax.grad(functools.partial(loss, together)))(placed)
+    for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(wanted)):
+        np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-3 * np.abs(want).max())
