@@ -9,7 +9,7 @@ from jax import Array
 from jaxinfer.compute.layers import Linear, Norm
 from jaxinfer.compute.rope import apply_rope
 from jaxinfer.config import ModelConfig
-from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.paged_attention import Pages, paged_attention
 
 
 class Attention(nn.Module):
@@ -29,12 +29,12 @@ class Attention(nn.Module):
         x_BTD: Array,
         phases: tuple[Array, Array],
         window: Array | None,
-        pages: Array,
+        pages: Pages,
         page_table_BM: Array,
         context_lens_B: Array,
         query_lens_B: Array,
         layer: Array | None = None,
-    ) -> tuple[Array, Array]:
+    ) -> tuple[Array, Pages]:
         """`(out_BTD, pages)`, the new keys and values written."""
         c = self.config
         B, T, D = x_BTD.shape
