@@ -23,8 +23,8 @@ LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
 class ScaledPages:
     """Pages of int8 or float8 and what their numbers are multiplied by.
 
-    `scales` is float32 `[P, K, 2, p]`, for the key and the value of each slot, or
-    `[L, P, K, 2, p]`.
+    `scales` is float32 `[P, K, 1, 2p rounded up]`, or with L in front: per page and kv head the
+    scales of its p keys, then those of its p values. `PageSpec.scales_shape` gives it.
     """
 
     values: Array
@@ -62,6 +62,10 @@ class PageSpec:
     def shape(self, num_pages: int) -> tuple[int, int, int, int]:
         """`[P, K, p, lanes]`."""
         return (num_pages, self.num_kv_heads, self.page_size, self.lanes)
+
+    def scales_shape(self, num_pages: int) -> tuple[int, int, int, int]:
+        """`[P, K, 1, 2p rounded up]`: whole registers, or XLA would lay pages innermost on TPU."""
+        return (num_pages, self.num_kv_heads, 1, -(-2 * self.page_size // 128) * 128)
 
 
 def _stored_dtype(dtype: str, platform: str) -> jnp.dtype:
@@ -121,7 +125,8 @@ def write_kv(
     values, scales = values_of(pages), None
     if isinstance(pages, ScaledPages):
         kv, scales_BTK2 = quantize(new_kv_BTKL, values.dtype)
-        scales = write_scales(pages.scales, scales_BTK2, *where, layer=layer)
+        size = values.shape[-2]
+        scales = write_scales(pages.scales, scales_BTK2, *where, page_size=size, layer=layer)
     else:
         kv = to_storage(new_kv_BTKL, values.dtype)
     kv = jnp.pad(kv, [(0, 0)] * 3 + [(0, values.shape[-1] - kv.shape[-1])])
@@ -140,20 +145,16 @@ def write_scales(
     context_lens_B: Array,
     query_lens_B: Array,
     *,
+    page_size: int,
     layer: Array | None = None,
 ) -> Array:
     """The scales with those of the new keys and values in their slots, as `write_kv`."""
-    page_BT, slot_BT = _slots(
-        new_BTK2.shape[1],
-        scales.shape[-4],
-        scales.shape[-1],
-        page_table_BM,
-        context_lens_B,
-        query_lens_B,
-    )
-    every = slice(None)
-    at = (page_BT, every, every, slot_BT)
-    return scales.at[at if layer is None else (layer, *at)].set(new_BTK2, mode="drop")
+    where = (page_table_BM, context_lens_B, query_lens_B)
+    page_BT, slot_BT = _slots(new_BTK2.shape[1], scales.shape[-4], page_size, *where)
+    slot_BT2 = jnp.stack([slot_BT, page_size + slot_BT], axis=-1)
+    at = (page_BT[..., None], slice(None), 0, slot_BT2)
+    at = at if layer is None else (layer, *at)
+    return scales.at[at].set(new_BTK2.swapaxes(-1, -2), mode="drop")
 
 
 def _slots(T: int, num_pages: int, page_size: int, page_table_BM, context_lens_B, query_lens_B):
@@ -175,10 +176,11 @@ def read_pages(
     at = (page_ids,) if layer is None else (layer, page_ids)
     kv = from_storage(values_of(pages).at[at].get(mode="clip"))
     if isinstance(pages, ScaledPages):
-        scales = pages.scales.at[at].get(mode="clip")[..., None]
+        scales = pages.scales.at[at].get(mode="clip")[..., 0, :, None]
+        p = kv.shape[-2]
         is_value = jnp.arange(kv.shape[-1]) >= head_dim
         kv = kv.astype(jnp.float32)
-        kv *= jnp.where(is_value, scales[..., 1, :, :], scales[..., 0, :, :])
+        kv *= jnp.where(is_value, scales[..., p : 2 * p, :], scales[..., :p, :])
     return kv
 
 

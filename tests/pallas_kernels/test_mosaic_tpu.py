@@ -49,7 +49,7 @@ def make_rows(
     P = B * M + 2
     pages = jnp.full(spec.shape(P), 99 if dtype == "int8" else jnp.nan, spec.dtype)
     if scaled:
-        pages = ScaledPages(pages, jnp.full((P, K, 2, page_size), jnp.nan))
+        pages = ScaledPages(pages, jnp.full(spec.scales_shape(P), jnp.nan))
     order, table = iter(rng.permutation(P)), np.full((B, M), P, np.int32)
     for b, context in enumerate(contexts):
         for m in range(-(-context // page_size)):
@@ -177,7 +177,7 @@ def test_scales_follow_the_values(dtype, magnitude):
     kv = rng.standard_normal((1, 8, 2, 32)) * magnitude
     kv[..., 16:] *= 100
     table = jnp.zeros((1, 1), jnp.int32)
-    empty = ScaledPages(jnp.zeros((1, 2, 8, 32), dtype), jnp.zeros((1, 2, 2, 8)))
+    empty = ScaledPages(jnp.zeros((1, 2, 8, 32), dtype), jnp.zeros((1, 2, 1, 128)))
     lens = jnp.full(1, 8, jnp.int32)
     pages = write_kv(empty, jnp.asarray(kv, jnp.float32), table, lens, lens)
     got = np.asarray(read_pages(pages, table, head_dim=16))[0, 0].transpose(1, 0, 2)

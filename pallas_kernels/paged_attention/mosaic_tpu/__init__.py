@@ -92,7 +92,8 @@ def attend(
         scales = pages.scales
         if new_kv_BTKL is not None:
             new_kv_BTKL, new_scales_BTK2 = quantize(new_kv_BTKL, values.dtype)
-            scales = write_scales(scales, new_scales_BTK2, *where, layer=layer)
+            size = values.shape[-2]
+            scales = write_scales(scales, new_scales_BTK2, *where, page_size=size, layer=layer)
     B, T, _, H = q_BTNH.shape
     call = make_call(
         q_BTNH.shape,
@@ -114,8 +115,7 @@ def attend(
         return jnp.asarray(0 if x is None else x, jnp.int32).reshape(1)
 
     scalars = [scalar(layer), scalar(window), page_table_BM.reshape(-1), *where[1:]]
-    # Not pl.ANY: XLA would carry a cache that is small enough to VMEM and back.
-    in_memory = pl.BlockSpec(memory_space=pltpu.HBM)
+    in_memory = pl.BlockSpec(memory_space=pl.ANY)
 
     def an_items(*tile: int) -> pl.BlockSpec:
         return pl.BlockSpec((None, K, None, *tile), lambda b, j, *_: (b, 0, j, 0, 0))
@@ -262,7 +262,7 @@ def _scratch(call: Call) -> list[Any]:
         pltpu.SMEM((1,), jnp.int32),
     ]
     if call.scaled:
-        scratch.append(pltpu.VMEM((2, call.pages_per_block, K, 2, page_size), jnp.float32))
+        scratch.append(pltpu.VMEM((2, call.pages_per_block, K, 1, call.scale_lanes), jnp.float32))
     if call.writes:
         scratch += [
             pltpu.VMEM((2, call.pages_written, *page), call.dtype),

@@ -53,6 +53,11 @@ class Call:
         return min(self.pages_per_block, (self.queries - 1) // self.page_size + 2)
 
     @property
+    def scale_lanes(self) -> int:
+        """Of a page's scales, those of the keys and then those of the values."""
+        return -(-2 * self.page_size // 128) * 128
+
+    @property
     def value_width(self) -> int:
         """Lanes of the result."""
         return self.value_lanes[1] - self.value_lanes[0]
@@ -63,8 +68,8 @@ class Call:
         K, R, wide = self.num_heads, self.rows, self.dot_dtype.itemsize
         pages = 2 * (self.pages_per_block + self.pages_written)
         pages *= K * self.page_size * self.lanes * self.dtype.itemsize
-        if self.scaled:  # its rows of p numbers are padded to tiles of 8 x 128
-            pages += 2 * self.pages_per_block * K * 4 * 8 * max(128, self.page_size)
+        if self.scaled:  # padded to tiles of 8 rows
+            pages += 2 * self.pages_per_block * K * 4 * 8 * self.scale_lanes
         new = 2 * K * (self.queries + 32) * self.lanes * wide
         queries = 2 * K * R * self.key_lanes * wide
         results = 3 * K * R * self.value_width * 4

@@ -168,7 +168,7 @@ def _clean(call: Call, r, item: Item, block: Scalar, slot: Scalar) -> None:
 
 def _attend(call: Call, r, item: Item, block: Scalar, slot: Scalar) -> None:
     """Takes a block of pages into the running softmax of the item."""
-    shape = (call.rows, call.keys)
+    shape, p = (call.rows, call.keys), call.page_size
     key = block * call.keys + lax.broadcasted_iota(jnp.int32, shape, 1)
     query = item.start
     if call.queries > 1:
@@ -181,7 +181,7 @@ def _attend(call: Call, r, item: Item, block: Scalar, slot: Scalar) -> None:
         kv = r.kv[slot, :, h].reshape(call.keys, call.lanes).astype(call.dot_dtype)
         scores = _dot(r.q[h], kv[:, : call.key_lanes], (1, 1))
         if call.scaled:
-            scores *= _in_a_row(r.kv_scales[slot, :, h, 0])
+            scores *= _in_a_row(r.kv_scales[slot, :, h, 0, :p])
         if call.soft_cap is not None:
             scores = call.soft_cap * jnp.tanh(scores / call.soft_cap)
         scores = jnp.where(seen, scores, MASKED)
@@ -192,7 +192,9 @@ def _attend(call: Call, r, item: Item, block: Scalar, slot: Scalar) -> None:
         r.top[h] = jnp.broadcast_to(top, r.top.shape[1:])
         r.total[h] = jnp.broadcast_to(total, r.total.shape[1:])
         if call.scaled:  # and where nothing is seen, the scale too may be NaN
-            weights = jnp.where(seen, weights * _in_a_row(r.kv_scales[slot, :, h, 1]), 0.0)
+            weights = jnp.where(
+                seen, weights * _in_a_row(r.kv_scales[slot, :, h, 0, p : 2 * p]), 0.0
+            )
         values = kv[:, slice(*call.value_lanes)]
         r.sum[h] = r.sum[h] * shrink + _dot(weights.astype(call.dot_dtype), values, (1, 0))
 
