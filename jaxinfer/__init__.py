@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jaxinfer import compute
     from jaxinfer.checkpoint.loading import load
-    from jaxinfer.config import CacheConfig, EngineConfig, ModelConfig
+    from jaxinfer.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
     from jaxinfer.engine.async_llm import AsyncLLM
     from jaxinfer.engine.engine import Engine
     from jaxinfer.engine.llm import LLM
@@ -28,6 +28,7 @@ __all__ = [
     "Engine",
     "EngineConfig",
     "ModelConfig",
+    "ParallelConfig",
     "RequestOutput",
     "SamplingParams",
     "__version__",
@@ -43,6 +44,7 @@ _HOMES = {
     "Engine": "jaxinfer.engine.engine",
     "EngineConfig": "jaxinfer.config",
     "ModelConfig": "jaxinfer.config",
+    "ParallelConfig": "jaxinfer.config",
     "RequestOutput": "jaxinfer.engine.outputs",
     "SamplingParams": "jaxinfer.sampling_params",
     "load": "jaxinfer.checkpoint.loading",

@@ -248,6 +248,32 @@ class CacheConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How many devices a model is spread over: `data * model`.
+
+    Attributes:
+        data: shards of requests; each has rows and pages of its own, and all of the weights.
+        model: shards of heads, feed-forward columns and vocabulary.
+    """
+
+    data: int = 1
+    model: int = 1
+
+    def __post_init__(self):
+        for name in ("data", "model"):
+            value = getattr(self, name)
+            require(
+                isinstance(value, int) and value >= 1,
+                f"ParallelConfig.{name}={value!r} must be an integer of at least 1.",
+            )
+
+    @property
+    def num_devices(self) -> int:
+        """Devices that it takes."""
+        return self.data * self.model
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """How the engine runs.
 

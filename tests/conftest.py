@@ -43,7 +43,7 @@ def tiny_llama():
 def argmax_only(monkeypatch):
     """Greedy sampling alone: the sampler has tests of its own, and takes most of a compile."""
 
-    def argmax(logits_BV, sampling, positions_B, *, logits_hook=None):
+    def argmax(logits_BV, sampling, positions_B, *, logits_hook=None, mesh=None):
         return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
 
     names = ("jaxinfer.compute.steps", "jaxinfer.compute.generate")

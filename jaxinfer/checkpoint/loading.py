@@ -5,6 +5,7 @@ Names, shapes and dtypes are checked first, all of them; then leaf after leaf is
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer.checkpoint.fetch import resolve
 from jaxinfer.checkpoint.gguf import GGUFReader
 from jaxinfer.checkpoint.orbax import OrbaxReader
 from jaxinfer.checkpoint.reader import Reader
 from jaxinfer.checkpoint.safetensors import SafetensorsReader
-from jaxinfer.config import DTYPES, ModelConfig, require
+from jaxinfer.config import DTYPES, ModelConfig, ParallelConfig, require
 from jaxinfer.models.weights import Leaf, LeafPath, Part, leaf_at, unflatten
 
 if TYPE_CHECKING:
@@ -94,17 +96,33 @@ def _faults(reader: Reader[Any], leaves: tuple[Leaf, ...]) -> Iterator[str]:
             yield f"{name} is stored as {entry.dtype}, which is not supported"
 
 
-def load(model: str | Path, *, dtype: str = "bfloat16") -> tuple[Decoder, dict[str, Any]]:
+def load(
+    model: str | Path,
+    *,
+    dtype: str = "bfloat16",
+    parallel: ParallelConfig | None = None,
+    mesh: Mesh | None = None,
+) -> tuple[Decoder, dict[str, Any]]:
     """The model and its params, for use in programs of your own.
 
     Args:
         model: an alias ("smollm2-135m"), a GGUF file, a Hugging Face or Orbax folder, or a hub id.
         dtype: of every leaf: "float32", "bfloat16" or "float16".
+        parallel: how many devices to spread it over; mesh: which, instead. Each then reads its own
+            part, and the model has the mesh.
+
+    Raises ValueError, before it reads a weight, if the model cannot be split so.
     """
     from jaxinfer.compute.decoder import Decoder  # noqa: PLC0415 (flax, which opening never needs)
+    from jaxinfer.compute.sharding import fit_config, make_mesh  # noqa: PLC0415
 
+    require(parallel is None or mesh is None, "Both parallel and mesh are given. Choose one.")
+    mesh = make_mesh(parallel) if parallel is not None else mesh
     checkpoint = open_checkpoint(resolve(str(model)))
-    return Decoder(checkpoint.config), load_params(checkpoint, dtype=dtype)
+    config = checkpoint.config
+    if mesh is not None:
+        config = fit_config(config, mesh.shape["model"])
+    return Decoder(config, mesh=mesh), load_params(checkpoint, dtype=dtype, mesh=mesh)
 
 
 def place_on_device(path: LeafPath, array: np.ndarray) -> jax.Array:
@@ -118,6 +136,7 @@ def load_params(
     dtype: str = "bfloat16",
     place: Callable[[LeafPath, np.ndarray], jax.Array] | None = None,
     shardings: Any = None,
+    mesh: Mesh | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
     """The params tree of `checkpoint`, every leaf in `dtype`.
@@ -127,22 +146,30 @@ def load_params(
         place: puts a filled leaf on its device or devices, given its path; the array is its own.
             None: the default device.
         shardings: instead of `place`, a tree like the params with a `jax.sharding.Sharding` for
-            each leaf. From an Orbax folder each device then reads its own part; of the other
-            formats the host reads whole leaves.
+            each leaf. Each device then gets its own part, and of the files only what the devices of
+            this process need is read.
+        mesh: instead of both, the devices that a `Decoder` with this mesh wants the leaves on, in
+            its form: with more shards than kv heads, each of those as often as it is needed.
         progress: called after each leaf with the number of weights done and of all.
 
     The host's peak is the placed leaves (where the device is the host), one leaf, and some
     megabytes of rows on their way; from an Orbax folder it is some leaves, up to 256 MiB if each is
     smaller than that. Raises ValueError if a value overflows float16, if a file of a model with
-    tied embeddings holds an output projection that differs from the embedding, or if `shardings`
-    lacks a leaf.
+    tied embeddings holds an output projection that differs from the embedding, if `shardings`
+    lacks a leaf, or if the model cannot be split over `mesh`.
     """
     require(
         dtype in DTYPES,
         f"dtype={dtype!r} is not supported. Choose one of {', '.join(DTYPES)}.",
     )
-    require(place is None or shardings is None, "Both place and shardings are given. Choose one.")
+    require(
+        sum(option is not None for option in (place, shardings, mesh)) <= 1,
+        "More than one of place, shardings and mesh is given. Choose one.",
+    )
     sharding_of = {} if shardings is None else _by_path(checkpoint.leaves, shardings)
+    repeats: dict[LeafPath, Callable[[jax.Array], jax.Array]] = {}
+    if mesh is not None:
+        sharding_of, repeats = _on_mesh(checkpoint, mesh)
     total = sum(leaf.size for leaf in checkpoint.leaves)
     done = 0
     arrays: dict[LeafPath, jax.Array] = {}
@@ -152,12 +179,38 @@ def load_params(
             placed = jax.block_until_ready(jax.device_put(array, sharding_of[leaf.path]))
         else:
             placed = (place or place_on_device)(leaf.path, np.asarray(array))
-        arrays[leaf.path] = placed
-        del array  # before the next one is read
+        arrays[leaf.path] = repeats[leaf.path](placed) if leaf.path in repeats else placed
+        del array, placed  # before the next one is read
         done += leaf.size
         if progress is not None:
             progress(done, total)
     return unflatten(arrays)
+
+
+def _on_mesh(
+    checkpoint: Checkpoint, mesh: Mesh
+) -> tuple[dict[LeafPath, jax.sharding.Sharding], dict[LeafPath, Callable[[jax.Array], jax.Array]]]:
+    """Where each leaf is to go; and of those with kv heads to repeat, which go whole to every
+    device, what then makes the params' leaf of them.
+    """
+    from jaxinfer.compute.sharding import fit_config, param_spec, repeat_kv_heads  # noqa: PLC0415
+
+    config = fit_config(checkpoint.config, mesh.shape["model"])
+    places: dict[LeafPath, jax.sharding.Sharding] = {}
+    repeats: dict[LeafPath, Callable[[jax.Array], jax.Array]] = {}
+    repeat = functools.cache(  # one program serves the leaves of all layers
+        lambda module, out: jax.jit(
+            functools.partial(repeat_kv_heads, module, config=config), out_shardings=out
+        )
+    )
+    for leaf in checkpoint.leaves:
+        module, kind = map(str, leaf.path[-2:])
+        place = NamedSharding(mesh, param_spec(module, kind, len(leaf.shape)))
+        places[leaf.path] = place
+        if config != checkpoint.config and module in ("qkv", "q_norm", "k_norm"):
+            places[leaf.path] = NamedSharding(mesh, PartitionSpec())
+            repeats[leaf.path] = repeat(module, place)
+    return places, repeats
 
 
 def _by_path(leaves: Iterable[Leaf], shardings: Any) -> dict[LeafPath, jax.sharding.Sharding]:

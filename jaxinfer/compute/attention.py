@@ -5,9 +5,12 @@ from __future__ import annotations
 import flax.linen as nn
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from jaxinfer.compute.layers import Linear, Norm
 from jaxinfer.compute.rope import apply_rope
+from jaxinfer.compute.sharding import page_spec, shard, spec
 from jaxinfer.config import ModelConfig
 from pallas_kernels.paged_attention import Pages, paged_attention
 
@@ -16,12 +19,13 @@ class Attention(nn.Module):
     """`out(attend(rope(q), rope(k), v))`, queries and keys normed first where the model does.
 
     The projections of a kv head's group are neighbours in one weight `[K, G + 2, H, D]`: its G
-    queries, its key, its value. One product gives all three, and K is the axis that tensor
-    parallelism splits.
+    queries, its key, its value. One product gives all three, and K is the axis that a mesh splits:
+    each shard then attends with its heads over its pages.
     """
 
     config: ModelConfig
     implementation: str | None = None
+    mesh: Mesh | None = None
 
     @nn.compact
     def __call__(
@@ -43,18 +47,39 @@ class Attention(nn.Module):
         qk_BTKJH = apply_rope(self._norm(qkv_BTKJH[..., : G + 1, :]), phases)
         q_BTNH = qk_BTKJH[..., :G, :].reshape(B, T, K * G, H)
         new_kv_BTKL = jnp.concatenate([qk_BTKJH[..., G, :], qkv_BTKJH[..., G + 1, :]], axis=-1)
-        out_BTNH, pages = paged_attention(
+
+        def attend(q, new_kv, pages, table, context, query, window, layer) -> tuple[Array, Array]:
+            return paged_attention(
+                q,
+                new_kv,
+                pages,
+                table,
+                context,
+                query,
+                scale=c.attention_scale,
+                window=window,
+                soft_cap=c.attention_soft_cap,
+                layer=layer,
+                implementation=self.implementation,
+            )
+
+        heads, in_pages = spec("rows", None, "heads"), page_spec(pages)
+        each = spec("rows")
+        attend = shard(
+            attend,
+            self.mesh,
+            in_specs=(heads, heads, in_pages, each, each, each, P(), P()),
+            out_specs=(heads, in_pages),
+        )
+        out_BTNH, pages = attend(
             q_BTNH,
             new_kv_BTKL,
             pages,
             page_table_BM,
             context_lens_B,
             query_lens_B,
-            scale=c.attention_scale,
-            window=window,
-            soft_cap=c.attention_soft_cap,
-            layer=layer,
-            implementation=self.implementation,
+            window,
+            layer,
         )
         out_BTD = Linear((D, K * G, H), contract=2, use_bias=c.out_bias, name="out")(out_BTNH)
         return out_BTD, pages

@@ -15,7 +15,13 @@ import numpy as np
 from jax import lax
 
 from jaxinfer.compute.types import SamplingState
-from jaxinfer.compute.vocabulary import VocabularySlice, fold_vocabulary, sum_pairs
+from jaxinfer.compute.vocabulary import (
+    WHOLE,
+    Vocabulary,
+    VocabularySlice,
+    fold_vocabulary,
+    sum_pairs,
+)
 
 NUM_CANDIDATES = 128
 
@@ -70,10 +76,13 @@ def temper(logits_BX: jax.Array, top_B: jax.Array, sampling: SamplingState) -> j
 
 
 def find_cutoff(
-    logits_BV: jax.Array, top_B: jax.Array, sampling: SamplingState
+    logits_BV: jax.Array,
+    top_B: jax.Array,
+    sampling: SamplingState,
+    vocabulary: Vocabulary = WHOLE,
 ) -> tuple[Cutoff, Candidates]:
     """What the filters of each row keep; `top_B` are the largest logits. Greedy rows keep all."""
-    rows, vocab = logits_BV.shape
+    rows, vocab = logits_BV.shape[0], vocabulary.size(logits_BV)
     num_candidates = min(NUM_CANDIDATES, vocab)
     filters_B = ~is_greedy(sampling) & (
         (sampling.top_k_B < vocab) | (sampling.top_p_B < 1) | (sampling.min_p_B > 0)
@@ -85,29 +94,29 @@ def find_cutoff(
             jnp.zeros((rows, num_candidates), jnp.int32),
             jnp.zeros(rows, bool),
         )
-        return open_cutoff(logits_BV), none
+        return open_cutoff(logits_BV, vocabulary), none
 
     def cut() -> tuple[Cutoff, Candidates]:
-        cutoff, candidates = _cut_candidates(logits_BV, top_B, sampling)
+        cutoff, candidates = _cut_candidates(logits_BV, top_B, sampling, vocabulary)
         enough_B = candidates.enough_B & filters_B
-        rest = _cut_rows(filters_B & ~enough_B, logits_BV, top_B, sampling)
+        rest = _cut_rows(filters_B & ~enough_B, logits_BV, top_B, sampling, vocabulary)
         return cutoff.where(enough_B, rest), candidates._replace(enough_B=enough_B)
 
-    return lax.cond(jnp.any(filters_B), cut, keep_all)
+    return lax.cond(vocabulary.any(filters_B), cut, keep_all)
 
 
-def open_cutoff(logits_BV: jax.Array) -> Cutoff:
+def open_cutoff(logits_BV: jax.Array, vocabulary: Vocabulary = WHOLE) -> Cutoff:
     """The cutoff of each row that keeps every token."""
-    rows, vocab = logits_BV.shape
+    rows, vocab = logits_BV.shape[0], vocabulary.size(logits_BV)
     return Cutoff(jnp.full(rows, -jnp.inf, jnp.float32), jnp.full(rows, vocab - 1, jnp.int32))
 
 
 def _cut_candidates(
-    logits_BV: jax.Array, top_B: jax.Array, sampling: SamplingState
+    logits_BV: jax.Array, top_B: jax.Array, sampling: SamplingState, vocabulary: Vocabulary
 ) -> tuple[Cutoff, Candidates]:
     """The cutoff within the largest logits, and whether they were enough to know it."""
-    vocab = logits_BV.shape[1]
-    logits_BX, ids_BX = lax.top_k(logits_BV, min(NUM_CANDIDATES, vocab))
+    vocab = vocabulary.size(logits_BV)
+    logits_BX, ids_BX = vocabulary.top_k(logits_BV, min(NUM_CANDIDATES, vocab))
     rank_X = jnp.arange(logits_BX.shape[1], dtype=jnp.int32)
     in_top_k_BX = rank_X < sampling.top_k_B[:, None]
     weight_BX = jnp.where(in_top_k_BX, jnp.exp(temper(logits_BX, top_B, sampling)), 0.0)
@@ -115,8 +124,8 @@ def _cut_candidates(
     all_within_B = sampling.top_k_B <= logits_BX.shape[1]
     is_nucleus_B, all_kept_B = sampling.top_p_B < 1, sampling.top_k_B == vocab
     total_B = lax.cond(
-        jnp.any(is_nucleus_B & all_kept_B & ~all_within_B),
-        lambda: _normaliser(logits_BV, top_B, sampling),
+        vocabulary.any(is_nucleus_B & all_kept_B & ~all_within_B),
+        lambda: _normaliser(logits_BV, top_B, sampling, vocabulary),
         lambda: jnp.zeros_like(top_B),
     )
     total_B = jnp.where(all_within_B, sum_pairs(weight_BX), total_B)
@@ -136,85 +145,106 @@ def _cut_candidates(
     return cutoff, Candidates(logits_BX, ids_BX, enough_B)
 
 
-def _normaliser(logits_BV: jax.Array, top_B: jax.Array, sampling: SamplingState) -> jax.Array:
+def _normaliser(
+    logits_BV: jax.Array, top_B: jax.Array, sampling: SamplingState, vocabulary: Vocabulary
+) -> jax.Array:
     """The sum [B] of the tempered weights of all tokens."""
 
     def add(total_B: jax.Array, part: VocabularySlice) -> jax.Array:
         weight_BX = jnp.exp(temper(part.values_BX, top_B, sampling))
         return total_B + sum_pairs(jnp.where(part.is_new_1X, weight_BX, 0.0))
 
-    return fold_vocabulary(add, jnp.zeros_like(top_B), logits_BV)
+    return vocabulary.total(fold_vocabulary(add, jnp.zeros_like(top_B), logits_BV))
 
 
 def _cut_rows(
-    rows_B: jax.Array, logits_BV: jax.Array, top_B: jax.Array, sampling: SamplingState
+    rows_B: jax.Array,
+    logits_BV: jax.Array,
+    top_B: jax.Array,
+    sampling: SamplingState,
+    vocabulary: Vocabulary,
 ) -> Cutoff:
     """The exact cutoff of the rows in `rows_B`; the others keep all.
 
-    One by one, so that a row's cost is its own and its sums round the same in any batch.
+    One by one, so that a row's cost is its own and its sums round the same in any batch; all
+    together where each sum is one of all shards, and so costs the same for many rows.
     """
+    everything = open_cutoff(logits_BV, vocabulary)
+    if vocabulary.columns is not None:
+
+        def cut_all() -> Cutoff:
+            return _cut_exactly(logits_BV, top_B, sampling, vocabulary).where(rows_B, everything)
+
+        return lax.cond(vocabulary.any(rows_B), cut_all, lambda: everything)
 
     def cut_row(row: jax.Array, cutoff: Cutoff) -> Cutoff:
         def one(array: jax.Array) -> jax.Array:
             return lax.dynamic_slice_in_dim(array, row, 1)
 
         def search() -> Cutoff:
-            found = _cut_exactly(one(logits_BV), one(top_B), jax.tree.map(one, sampling))
+            given = one(logits_BV), one(top_B), jax.tree.map(one, sampling)
+            found = _cut_exactly(*given, vocabulary)
             return Cutoff(*(all_B.at[row].set(new[0]) for all_B, new in zip(cutoff, found)))
 
         return lax.cond(rows_B[row], search, lambda: cutoff)
 
-    return lax.fori_loop(0, logits_BV.shape[0], cut_row, open_cutoff(logits_BV))
+    return lax.fori_loop(0, logits_BV.shape[0], cut_row, everything)
 
 
-def _cut_exactly(logits_BV: jax.Array, top_B: jax.Array, sampling: SamplingState) -> Cutoff:
+def _cut_exactly(
+    logits_BV: jax.Array, top_B: jax.Array, sampling: SamplingState, vocabulary: Vocabulary
+) -> Cutoff:
     """The cutoff of any filter, however many tokens it keeps."""
-    ids_V = jnp.arange(logits_BV.shape[1], dtype=jnp.int32)
+    ids_1V = vocabulary.ids(logits_BV)
     weight_BV = jnp.exp(temper(logits_BV, top_B, sampling))
     is_nucleus_B = sampling.top_p_B < 1
 
     def cut_top_k() -> Cutoff:
-        return _reach(logits_BV, jnp.ones_like(weight_BV), sampling.top_k_B.astype(jnp.float32))
+        most_B = sampling.top_k_B.astype(jnp.float32)
+        return _reach(logits_BV, jnp.ones_like(weight_BV), most_B, vocabulary)
 
     def cut_top_p() -> Cutoff:
-        within_BV = jnp.where(cutoff.keeps(logits_BV, ids_V), weight_BV, 0.0)
-        target_B = (sampling.top_p_B - TOP_P_SLACK) * jnp.sum(within_BV, axis=-1)
-        return _reach(logits_BV, within_BV, jnp.maximum(target_B, np.float32(1e-30)))
+        within_BV = jnp.where(cutoff.keeps(logits_BV, ids_1V), weight_BV, 0.0)
+        target_B = (sampling.top_p_B - TOP_P_SLACK) * vocabulary.sum(within_BV)
+        target_B = jnp.maximum(target_B, np.float32(1e-30))
+        return _reach(logits_BV, within_BV, target_B, vocabulary)
 
-    everything = open_cutoff(logits_BV)
-    is_cut = jnp.any(sampling.top_k_B < logits_BV.shape[1])
+    everything = open_cutoff(logits_BV, vocabulary)
+    is_cut = vocabulary.any(sampling.top_k_B < vocabulary.size(logits_BV))
     cutoff = lax.cond(is_cut, cut_top_k, lambda: everything)
-    nucleus = lax.cond(jnp.any(is_nucleus_B), cut_top_p, lambda: everything)
+    nucleus = lax.cond(vocabulary.any(is_nucleus_B), cut_top_p, lambda: everything)
     cutoff = cutoff.tighten(nucleus.where(is_nucleus_B, everything))
     likely_BV = weight_BV >= sampling.min_p_B[:, None]
-    least_B = jnp.min(jnp.where(likely_BV, logits_BV, jnp.inf), axis=-1)
+    least_B = vocabulary.min(jnp.where(likely_BV, logits_BV, jnp.inf))
     return cutoff.tighten(everything._replace(logit_B=least_B))
 
 
-def _reach(logits_BV: jax.Array, weight_BV: jax.Array, target_B: jax.Array) -> Cutoff:
+def _reach(
+    logits_BV: jax.Array, weight_BV: jax.Array, target_B: jax.Array, vocabulary: Vocabulary
+) -> Cutoff:
     """The shortest prefix whose weights sum to `target_B`; equal logits have equal weight, or 0.
 
     Bisection over the integers that order as the float32 logits do: 32 sums, no sort.
     """
-    vocab = logits_BV.shape[1]
+    vocab = vocabulary.size(logits_BV)
     key_BV = _flip_negative(lax.bitcast_convert_type(logits_BV, jnp.int32))
 
     def mass(selected_BV: jax.Array) -> jax.Array:
-        return jnp.sum(jnp.where(selected_BV, weight_BV, 0.0), axis=-1)
+        return vocabulary.sum(jnp.where(selected_BV, weight_BV, 0.0))
 
     def reaches(key_B: jax.Array) -> jax.Array:
         return mass(key_BV >= key_B[:, None]) >= target_B
 
     key_B = jnp.maximum(_largest(reaches, target_B, 32), _MINUS_INF_KEY)
     tie_BV = (key_BV == key_B[:, None]) & (weight_BV > 0)
-    weight_B = jnp.max(jnp.where(tie_BV, weight_BV, 0.0), axis=-1)
+    weight_B = vocabulary.max(jnp.where(tie_BV, weight_BV, 0.0))
     missing_B = target_B - mass(key_BV > key_B[:, None])
     needed_B = jnp.ceil(missing_B / jnp.where(weight_B > 0, weight_B, 1.0)).astype(jnp.int32)
     needed_B = jnp.maximum(needed_B, 1)
 
     def is_early(id_B: jax.Array) -> jax.Array:
-        earlier_BV = tie_BV & (jnp.arange(vocab, dtype=jnp.int32) < id_B[:, None])
-        return jnp.sum(earlier_BV, axis=-1, dtype=jnp.int32) < needed_B
+        earlier_BV = tie_BV & (vocabulary.ids(logits_BV) < id_B[:, None])
+        return vocabulary.sum(earlier_BV.astype(jnp.int32)) < needed_B
 
     # Among equals the lower ids come first: the last kept has fewer than needed_B before it.
     id_B = jnp.minimum(_largest(is_early, target_B, vocab.bit_length()), vocab - 1)

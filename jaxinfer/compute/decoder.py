@@ -10,10 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.sharding import Mesh
 
 from jaxinfer.compute.attention import Attention
 from jaxinfer.compute.layers import ACTIVATIONS, MLP, matmul, residual_norm, soft_cap
 from jaxinfer.compute.rope import rope_phases
+from jaxinfer.compute.sharding import fit_config
 from jaxinfer.compute.tiles import map_tiles
 from jaxinfer.compute.types import KVCache
 from jaxinfer.config import ModelConfig, require
@@ -29,6 +31,7 @@ class DecoderLayer(nn.Module):
 
     config: ModelConfig
     implementation: str | None = None
+    mesh: Mesh | None = None
 
     @nn.compact
     def __call__(self, x_BTD: Array, *attending: Any) -> tuple[Array, Pages]:
@@ -36,7 +39,7 @@ class DecoderLayer(nn.Module):
         c = self.config
         with jax.named_scope("attention"):
             normed = residual_norm(c, "attention_norm")(x_BTD) if c.pre_norm else x_BTD
-            attention = Attention(c, self.implementation, name="attention")
+            attention = Attention(c, self.implementation, self.mesh, name="attention")
             out, pages = attention(normed, *attending)
             if c.post_norm:
                 out = residual_norm(c, "attention_post_norm")(out)
@@ -45,7 +48,7 @@ class DecoderLayer(nn.Module):
             if not c.shared_norm:
                 source = x_BTD if c.parallel_residual else attended
                 normed = residual_norm(c, "mlp_norm")(source) if c.pre_norm else source
-            out = MLP(c, name="mlp")(normed)
+            out = MLP(c, self.mesh, name="mlp")(normed)
             if c.post_norm:
                 out = residual_norm(c, "mlp_post_norm")(out)
             return attended + out * c.residual_scale, pages
@@ -59,13 +62,28 @@ class Decoder:
         config: the model.
         attention: the backend of `pallas_kernels.paged_attention`; None lets the platform choose.
         batch_invariant: compute every token as one row of a tile of fixed shape, see `tiles`.
+        mesh: the devices that params, cache and batches are spread over, see `sharding`; None: no
+            matter where they lie, XLA partitions all.
     """
 
     config: ModelConfig
     attention: str | None = None
     batch_invariant: bool = False
+    mesh: Mesh | None = None
 
     def __post_init__(self):
+        require(
+            self.mesh is None or not self.batch_invariant,
+            "batch_invariant=True holds on one device only: sums over several are taken in another "
+            "order. Leave it off, or leave out the mesh.",
+        )
+        if self.mesh is not None:
+            fitting = fit_config(self.config, self.mesh.shape["model"])
+            require(
+                fitting == self.config,
+                f"Each of {fitting.num_kv_heads} shards needs a kv head, and the model has "
+                f"{self.config.num_kv_heads}. Load it with the mesh, which repeats them.",
+            )
         require(
             self.attention is None or self.attention in IMPLEMENTATIONS,
             f"attention={self.attention!r} is unknown. "
@@ -150,7 +168,7 @@ class Decoder:
         steps_T = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)
         phases = _all_phases(c, (context_lens_B - query_lens_B)[:, None] + steps_T)
         where = (page_table_BM, context_lens_B, query_lens_B)
-        layer = DecoderLayer(c, self.attention)
+        layer = DecoderLayer(c, self.attention, self.mesh)
         loop = _unrolled if isinstance(params["layers"], (tuple, list)) else _scanned
         x_BTD, pages = loop(layer, params["layers"], x_BTD, cache.pages, phases, where)
         norm = residual_norm(c)

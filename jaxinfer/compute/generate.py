@@ -9,6 +9,7 @@ from jaxinfer.compute.cache import init_cache
 from jaxinfer.compute.decoder import Decoder, Params
 from jaxinfer.compute.logits import LogitsHook
 from jaxinfer.compute.sampling import advance, sample
+from jaxinfer.compute.sharding import num_shards
 from jaxinfer.compute.steps import decode_window, is_stop, prefill_step, start_decode
 from jaxinfer.compute.types import PrefillBatch, SamplingState
 from jaxinfer.config import CacheConfig
@@ -40,19 +41,23 @@ def generate(
     dtype = kv_dtype or str(params["embed"]["weight"].dtype)
     B, T = tokens_BT.shape
     pages_per_seq = -(-(T + max_tokens) // page_size)
-    table_BM = jnp.arange(B * pages_per_seq, dtype=jnp.int32).reshape(B, pages_per_seq)
+    num_pages = B * pages_per_seq // num_shards(model.mesh, "data")  # each shard counts from 0
+    table_BM = jnp.arange(B * pages_per_seq, dtype=jnp.int32).reshape(B, pages_per_seq) % num_pages
     stacked = not isinstance(params["layers"], (tuple, list))
     cache = init_cache(
         model.config,
-        CacheConfig(num_pages=B * pages_per_seq, page_size=page_size, dtype=dtype),
+        CacheConfig(num_pages=num_pages, page_size=page_size, dtype=dtype),
         stacked=stacked,
+        mesh=model.mesh,
     )
     prompt_lens_B = jnp.asarray(prompt_lens_B, jnp.int32)
     batch = PrefillBatch(tokens_BT, prompt_lens_B, prompt_lens_B, table_BM)
     if not use_cache:
         return _recompute(model, params, cache, batch, sampling, max_tokens, logits_hook)
     cache, first = prefill_step(model, params, cache, batch, sampling, logits_hook=logits_hook)
-    state = start_decode(batch, sampling, first.tokens_BW[:, 0], jnp.full(B, max_tokens, jnp.int32))
+    state = start_decode(
+        batch, sampling, first.tokens_BW[:, 0], jnp.full(B, max_tokens, jnp.int32), mesh=model.mesh
+    )
     _, _, rest = decode_window(
         model,
         params,
@@ -74,10 +79,10 @@ def _recompute(model, params, cache, batch, sampling, max_tokens, logits_hook) -
         cache, tokens_BT, lens_B, alive_B, sampling, out_BW = carry
         cache, x_BTD = model(params, cache, tokens_BT, batch.page_table_BM, lens_B, lens_B)
         logits_BV = model.unembed(params, x_BTD[rows, lens_B - 1])
-        tokens_B = sample(logits_BV, sampling, lens_B, logits_hook=logits_hook)
+        tokens_B = sample(logits_BV, sampling, lens_B, logits_hook=logits_hook, mesh=model.mesh)
         out_BW = out_BW.at[:, step].set(jnp.where(alive_B, tokens_B, -1))
         tokens_BT = tokens_BT.at[rows, lens_B].set(tokens_B)
-        sampling_next = advance(sampling, tokens_B, alive_B)
+        sampling_next = advance(sampling, tokens_B, alive_B, mesh=model.mesh)
         lens_B = lens_B + alive_B
         return (
             cache,

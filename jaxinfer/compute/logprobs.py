@@ -6,14 +6,24 @@ the batch.
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh
 
-from jaxinfer.compute.logits import LogitsHook, mask_padding
-from jaxinfer.compute.sampling import Distribution, distribution
+from jaxinfer.compute.logits import LogitsHook, apply_hook, mask_padding
+from jaxinfer.compute.sampling import DISTRIBUTION, Distribution, distribution
+from jaxinfer.compute.sharding import sampling_spec, shard, spec, vocabulary_of
 from jaxinfer.compute.types import Logprobs, SamplingState
-from jaxinfer.compute.vocabulary import VocabularySlice, fold_vocabulary, sum_pairs
+from jaxinfer.compute.vocabulary import (
+    WHOLE,
+    Vocabulary,
+    VocabularySlice,
+    fold_vocabulary,
+    sum_pairs,
+)
 
 
 def token_logprobs(
@@ -23,25 +33,75 @@ def token_logprobs(
     sampling: SamplingState,
     *,
     max_logprobs: int,
+    mesh: Mesh | None = None,
 ) -> Logprobs:
     """Those of `tokens_B` and of the C = max_logprobs most likely, [B] and [B, C].
 
     Zeros for rows that do not ask. `logits_BV` are the model's own, before any hook; rows that ask
     for "processed" have those of `drawn_from` instead.
     """
+    logits, rows = spec("rows", "vocab"), spec("rows")
+    pick = functools.partial(_pick_asked, max_logprobs=max_logprobs, vocabulary=vocabulary_of(mesh))
+    in_specs = (logits, rows, DISTRIBUTION, sampling_spec(sampling))
+    return shard(pick, mesh, in_specs, rows)(logits_BV, tokens_B, drawn_from, sampling)
+
+
+def _pick_asked(
+    logits_BV: jax.Array,
+    tokens_B: jax.Array,
+    drawn_from: Distribution,
+    sampling: SamplingState,
+    *,
+    max_logprobs: int,
+    vocabulary: Vocabulary,
+) -> Logprobs:
+    """`token_logprobs` on one shard."""
     processed_B = sampling.asks_logprobs_B & sampling.processed_logprobs_B
 
-    def pick_asked() -> Logprobs:
-        raw_BV = raw_log_weights(logits_BV, sampling)
+    def pick() -> Logprobs:
+        raw_BV = raw_log_weights(logits_BV, sampling, vocabulary)
         weights_BV = lax.cond(
-            jnp.any(processed_B),
-            lambda: jnp.where(processed_B[:, None], drawn_from.log_weights(sampling), raw_BV),
+            vocabulary.any(processed_B),
+            lambda: jnp.where(
+                processed_B[:, None], drawn_from.log_weights(sampling, vocabulary), raw_BV
+            ),
             lambda: raw_BV,
         )
-        return pick_logprobs(weights_BV, tokens_B, max_logprobs=max_logprobs)
+        return pick_logprobs(weights_BV, tokens_B, vocabulary, max_logprobs=max_logprobs)
 
     nothing = init_logprobs(tokens_B.shape, max_logprobs)
-    return lax.cond(jnp.any(sampling.asks_logprobs_B), pick_asked, lambda: nothing)
+    return lax.cond(vocabulary.any(sampling.asks_logprobs_B), pick, lambda: nothing)
+
+
+def score_logits(
+    logits_BV: jax.Array,
+    tokens_B: jax.Array,
+    sampling: SamplingState,
+    *,
+    max_logprobs: int,
+    logits_hook: LogitsHook | None = None,
+    mesh: Mesh | None = None,
+) -> Logprobs:
+    """Those of `tokens_B` and of the most likely, of rows that ask for "processed" of what `draw`
+    would draw from.
+    """
+    vocabulary = vocabulary_of(mesh)
+
+    def score(logits_BV, hooked_BV, tokens_B, sampling) -> Logprobs:
+        raw_BV = raw_log_weights(logits_BV, sampling, vocabulary)
+
+        def processed() -> jax.Array:
+            drawn_from = distribution(hooked_BV, sampling, vocabulary)
+            weights_BV = drawn_from.log_weights(sampling, vocabulary)
+            return jnp.where(sampling.processed_logprobs_B[:, None], weights_BV, raw_BV)
+
+        is_any = vocabulary.any(sampling.processed_logprobs_B)
+        weights_BV = lax.cond(is_any, processed, lambda: raw_BV)
+        return pick_logprobs(weights_BV, tokens_B, vocabulary, max_logprobs=max_logprobs)
+
+    logits, rows = spec("rows", "vocab"), spec("rows")
+    sharded = shard(score, mesh, (logits, logits, rows, sampling_spec(sampling)), rows)
+    return sharded(logits_BV, apply_hook(logits_BV, sampling, logits_hook), tokens_B, sampling)
 
 
 def sampled_log_probs(
@@ -51,8 +111,9 @@ def sampled_log_probs(
 
     -inf where a token cannot be drawn; a greedy row has 0 at its argmax and -inf elsewhere.
     """
-    weights_BV = distribution(logits_BV, sampling, logits_hook=logits_hook).log_weights(sampling)
-    top_B1, log_total_B1 = _normaliser(weights_BV)
+    logits_BV = apply_hook(logits_BV, sampling, logits_hook)
+    weights_BV = distribution(logits_BV, sampling).log_weights(sampling)
+    top_B1, log_total_B1 = _normaliser(weights_BV, WHOLE)
     return (weights_BV - top_B1) - log_total_B1
 
 
@@ -66,41 +127,46 @@ def init_logprobs(shape: tuple[int, ...], max_logprobs: int) -> Logprobs:
     )
 
 
-def raw_log_weights(logits_BV: jax.Array, sampling: SamplingState) -> jax.Array:
+def raw_log_weights(
+    logits_BV: jax.Array, sampling: SamplingState, vocabulary: Vocabulary
+) -> jax.Array:
     """The model's own logits, float32, -inf in the padding of the head."""
-    logits_BV = mask_padding(logits_BV.astype(jnp.float32), sampling)
+    logits_BV = mask_padding(logits_BV.astype(jnp.float32), sampling, vocabulary)
     # One zero only, so that -0.0 and 0.0 tie.
     return jnp.where(logits_BV == 0, jnp.zeros_like(logits_BV), logits_BV)
 
 
-def pick_logprobs(weights_BV: jax.Array, tokens_B: jax.Array, *, max_logprobs: int) -> Logprobs:
+def pick_logprobs(
+    weights_BV: jax.Array, tokens_B: jax.Array, vocabulary: Vocabulary, *, max_logprobs: int
+) -> Logprobs:
     """The log-softmax of `weights_BV` at `tokens_B` and at the largest, ties by lower id.
 
     Beyond a vocabulary of fewer than `max_logprobs` ids stand id -1 and -inf.
     """
-    top_B1, log_total_B1 = _normaliser(weights_BV)
+    top_B1, log_total_B1 = _normaliser(weights_BV, vocabulary)
 
     def normalised(weights_BX: jax.Array) -> jax.Array:
         return (weights_BX - top_B1) - log_total_B1  # in this order: top and total round apart
 
-    num_top = min(max_logprobs, weights_BV.shape[1])
-    largest_BC, ids_BC = lax.top_k(weights_BV, num_top)
+    num_top = min(max_logprobs, vocabulary.size(weights_BV))
+    largest_BC, ids_BC = vocabulary.top_k(weights_BV, num_top)
     beyond = ((0, 0), (0, max_logprobs - num_top))
     return Logprobs(
-        chosen=normalised(jnp.take_along_axis(weights_BV, tokens_B[:, None], axis=1))[:, 0],
+        chosen=normalised(vocabulary.at(weights_BV, tokens_B)[:, None])[:, 0],
         top_ids=jnp.pad(ids_BC, beyond, constant_values=-1),
         top=jnp.pad(normalised(largest_BC), beyond, constant_values=-jnp.inf),
     )
 
 
-def _normaliser(weights_BV: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _normaliser(weights_BV: jax.Array, vocabulary: Vocabulary) -> tuple[jax.Array, jax.Array]:
     """The largest log-weight of each row, [B, 1], and the log of the sum of all relative to it."""
-    top_B1 = jnp.max(weights_BV, axis=-1, keepdims=True)
+    top_B1 = vocabulary.max(weights_BV, keepdims=True)
 
     def add(total_B: jax.Array, part: VocabularySlice) -> jax.Array:
         weight_BX = jnp.exp(part.values_BX - top_B1)
         return total_B + sum_pairs(jnp.where(part.is_new_1X, weight_BX, 0.0))
 
-    total_B = fold_vocabulary(add, jnp.zeros(weights_BV.shape[0], jnp.float32), weights_BV)
+    nothing_B = jnp.zeros(weights_BV.shape[0], jnp.float32)
+    total_B = vocabulary.total(fold_vocabulary(add, nothing_B, weights_BV))
     # The total is at least 1. On CPU log, unlike log1p, rounds by how many rows there are.
     return top_B1, jnp.log1p(total_B - 1)[:, None]

@@ -9,12 +9,11 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 from jaxinfer.compute.decoder import Decoder, Params
 from jaxinfer.compute.logits import LogitsHook
-from jaxinfer.compute.logprobs import init_logprobs, pick_logprobs, raw_log_weights
-from jaxinfer.compute.sampling import distribution
+from jaxinfer.compute.logprobs import init_logprobs, score_logits
 from jaxinfer.compute.tiles import TILE, map_tiles
 from jaxinfer.compute.types import Logprobs, SamplingState
 
@@ -51,23 +50,21 @@ def score_prompt(
     def score_tile(_: None, states: tuple[Array, Array], active_B: Array):
         x_BD, next_B = states
         logits_BV = model.unembed(params, x_BD)
-
-        def processed() -> Array:
-            seen_BV = (first_V < next_B[:, None]).astype(row.counts_BV.dtype)
-            at_B = dataclasses.replace(row, counts_BV=seen_BV)
-            return distribution(logits_BV, at_B, logits_hook=logits_hook).log_weights(at_B)
-
-        weights_BV = lax.cond(
-            sampling.processed_logprobs_B[0], processed, lambda: raw_log_weights(logits_BV, row)
+        seen_BV = (first_V < next_B[:, None]).astype(row.counts_BV.dtype)
+        return None, score_logits(
+            logits_BV,
+            jnp.maximum(tokens_S[next_B], 0),
+            dataclasses.replace(row, counts_BV=seen_BV),
+            max_logprobs=max_logprobs,
+            logits_hook=logits_hook,
+            mesh=model.mesh,
         )
-        tokens_B = jnp.maximum(tokens_S[next_B], 0)
-        return None, pick_logprobs(weights_BV, tokens_B, max_logprobs=max_logprobs)
 
     steps_N = jnp.arange(N, dtype=jnp.int32) - index
     states = x_ND, jnp.clip(start + steps_N + 1, 0, S - 1)
     nothing = init_logprobs((N,), max_logprobs)
     is_scored_N = (steps_N >= 0) & (steps_N < length)
-    return map_tiles(score_tile, None, states, nothing, is_scored_N)[1]
+    return map_tiles(score_tile, None, states, nothing, is_scored_N, model.mesh)[1]
 
 
 def _broadcast(sampling: SamplingState, num_rows: int) -> SamplingState:

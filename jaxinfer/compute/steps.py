@@ -11,11 +11,13 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.sharding import Mesh
 
 from jaxinfer.compute.decoder import Decoder, Params
 from jaxinfer.compute.logits import LogitsHook
 from jaxinfer.compute.logprobs import init_logprobs, token_logprobs
 from jaxinfer.compute.sampling import advance, draw
+from jaxinfer.compute.sharding import any_row
 from jaxinfer.compute.tiles import map_tiles
 from jaxinfer.compute.types import (
     DecodeState,
@@ -84,11 +86,13 @@ def start_decode(
     sampling: SamplingState,
     tokens_B: Array,
     max_tokens_B: Array,
+    *,
+    mesh: Mesh | None = None,
 ) -> DecodeState:
     """The state of rows whose prompts are in the cache and whose first tokens are `tokens_B`.
 
     A row whose first token is negative, is one of its stop ids, or was its last allowed starts
-    inactive. `max_tokens_B` counts that first token.
+    inactive. `max_tokens_B` counts that first token. `mesh`: that of the model, if it has one.
     """
     produced_B = tokens_B >= 0
     going_on_B = produced_B & ~is_stop(tokens_B, sampling)
@@ -97,7 +101,7 @@ def start_decode(
         context_lens_B=batch.context_lens_B,
         remaining_B=jnp.where(going_on_B, max_tokens_B - 1, 0).astype(jnp.int32),
         page_table_BM=batch.page_table_BM,
-        sampling=advance(sampling, tokens_B, produced_B),
+        sampling=advance(sampling, tokens_B, produced_B, mesh=mesh),
     )
 
 
@@ -127,11 +131,18 @@ def sample_next(
             temperature_B=jnp.where(active_B, sampling.temperature_B, 0.0),
             asks_logprobs_B=sampling.asks_logprobs_B & active_B,
         )
-        tokens_B, drawn_from = draw(logits_BV, sampling, positions_B, logits_hook=logits_hook)
+        tokens_B, drawn_from = draw(
+            logits_BV, sampling, positions_B, logits_hook=logits_hook, mesh=model.mesh
+        )
         logprobs = None
         if max_logprobs is not None:
             logprobs = token_logprobs(
-                logits_BV, tokens_B, drawn_from, sampling, max_logprobs=max_logprobs
+                logits_BV,
+                tokens_B,
+                drawn_from,
+                sampling,
+                max_logprobs=max_logprobs,
+                mesh=model.mesh,
             )
             logprobs = jax.tree.map(lambda leaf: leaf[:, None], logprobs)
         tokens_B1 = jnp.where(active_B, tokens_B, -1)[:, None]
@@ -195,7 +206,7 @@ def decode_step(
             context_lens_B=context_lens_B,
             remaining_B=jnp.where(going_on_B, state.remaining_B - 1, 0),
             page_table_BM=state.page_table_BM,
-            sampling=advance(state.sampling, sampled_B, active_B),
+            sampling=advance(state.sampling, sampled_B, active_B, mesh=model.mesh),
         )
     return cache, state, output
 
@@ -220,7 +231,7 @@ def decode_window(
 
     def going_on(carry):
         step, _, state, _ = carry
-        return (step < num_steps) & jnp.any(state.remaining_B > 0)
+        return any_row(model.mesh, (step < num_steps) & (state.remaining_B > 0))
 
     def body(carry):
         step, cache, state, window = carry

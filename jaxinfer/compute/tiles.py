@@ -13,6 +13,9 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.sharding import Mesh
+
+from jaxinfer.compute.sharding import most
 
 # Of vector registers of 16 float32 a whole number, so that no row is a remainder computed apart.
 TILE = 16
@@ -23,14 +26,19 @@ O = TypeVar("O")  # noqa: E741
 
 
 def map_tiles(
-    compute: Callable[[C, R, Array], tuple[C, O]], carry: C, rows: R, outputs: O, active_N: Array
+    compute: Callable[[C, R, Array], tuple[C, O]],
+    carry: C,
+    rows: R,
+    outputs: O,
+    active_N: Array,
+    mesh: Mesh | None = None,
 ) -> tuple[C, O]:
     """`(carry, outputs)` with the outputs of the active rows computed, those of others as given.
 
     `compute(carry, rows, active) -> (carry, outputs)` is given `TILE` rows at a time, the active
     ones in their order and then padding. It must compute each row alone, but may let rows see what
     earlier ones, or those of the same tile, have left in the carry. Leaves of `rows` and `outputs`
-    are `[N, ...]`. Work follows the number of active rows.
+    are `[N, ...]`. Work follows the number of active rows, on a mesh those of the busiest shard.
     """
     N = active_N.shape[0]
     order_N = jnp.argsort(~active_N, stable=True)
@@ -51,4 +59,5 @@ def map_tiles(
         return carry, outputs
 
     # The number of tiles is traced, so that the loop is one in every program.
-    return lax.fori_loop(0, -(-num_active // TILE), tile, (carry, outputs))
+    num_tiles = most(mesh, -(-num_active // TILE))
+    return lax.fori_loop(0, num_tiles, tile, (carry, outputs))

@@ -220,7 +220,9 @@ def start_rows(
         logits_hook=logits_hook,
         max_logprobs=max_logprobs,
     )
-    rows = start_decode(rows, rows.sampling, output.tokens_BW[:, 0], starts.max_tokens_B)
+    rows = start_decode(
+        rows, rows.sampling, output.tokens_BW[:, 0], starts.max_tokens_B, mesh=model.mesh
+    )
     return _put_rows(state, starts.rows_B, rows), output
 
 

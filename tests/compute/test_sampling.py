@@ -7,7 +7,7 @@ import pytest
 
 from jaxinfer.compute import noise
 from jaxinfer.compute.cutoff import NUM_CANDIDATES, TOP_P_SLACK
-from jaxinfer.compute.logits import process_logits
+from jaxinfer.compute.logits import apply_hook, process_logits
 from jaxinfer.compute.logprobs import sampled_log_probs
 from jaxinfer.compute.sampling import advance, sample
 from jaxinfer.compute.sampling_state import make_sampling_state
@@ -326,7 +326,7 @@ def test_the_hook_sees_raw_float32_logits_before_the_bias():
 
     def step(logits_BV, state):
         tokens = sample(logits_BV, state, np.int32([0]), logits_hook=hook)
-        return tokens, process_logits(logits_BV, state, logits_hook=hook)
+        return tokens, process_logits(apply_hook(logits_BV, state, hook), state)
 
     tokens, processed = jax.jit(step)(jnp.array([[1.0, 2.0, 7.0, -3.0]], jnp.bfloat16), state)
     assert seen == [(jnp.float32, state.bias_BC.shape)] * 2
