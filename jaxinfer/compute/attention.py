@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Mesh
@@ -48,7 +49,7 @@ class Attention(nn.Module):
         q_BTNH = qk_BTKJH[..., :G, :].reshape(B, T, K * G, H)
         new_kv_BTKL = jnp.concatenate([qk_BTKJH[..., G, :], qkv_BTKJH[..., G + 1, :]], axis=-1)
 
-        def attend(q, new_kv, pages, table, context, query, window, layer) -> tuple[Array, Array]:
+        def attend(q, new_kv, pages, table, context, query, window, layer) -> tuple[Array, Pages]:
             return paged_attention(
                 q,
                 new_kv,
@@ -63,7 +64,7 @@ class Attention(nn.Module):
                 implementation=self.implementation,
             )
 
-        heads, in_pages = spec("rows", None, "heads"), page_spec(pages)
+        heads, in_pages = spec("rows", None, "heads"), jax.tree.map(page_spec, pages)
         each = spec("rows")
         attend = shard(
             attend,

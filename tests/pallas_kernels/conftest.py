@@ -37,8 +37,8 @@ def kernel_table(request):
 def body(rows) -> str:
     """A line for each chip and type, and the seconds of all."""
     lines = []
-    for (chip, dtype), group in groupby(sorted(rows), lambda row: row[:2]):
-        group = list(group)
+    for (chip, dtype), calls in groupby(sorted(rows), lambda row: row[:2]):
+        group = list(calls)
         values = [sorted({row[i] for row in group}) for i in (2, 3, 4)]
         cells = [", ".join(map(str, column)) for column in values]
         lines.append([chip, dtype, *cells, str(len(group)), str(max(row[5] for row in group))])

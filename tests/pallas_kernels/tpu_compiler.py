@@ -29,6 +29,7 @@ ENVIRONMENT = {
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
+KERNEL = 'custom_call_target="tpu_custom_call"'
 ITEM_BYTES = {"bf16": 2, "f32": 4, "s32": 4, "s8": 1, "u8": 1, "pred": 1, "f8e4m3fn": 1}
 
 
@@ -44,8 +45,10 @@ class Compiled:
     """What the compiler says of a program, per device.
 
     Attributes:
-        kernels: Pallas kernels in its text; a loop's body counts once, here and below.
-        counts: of the operations.
+        kernels: Pallas kernels in its text, where a loop's body stands once.
+        operations: how often each stands in the text.
+        beside_kernel: the same of the computation that a kernel stands in: the body of the loop
+            over layers, if there is one.
         moved: `(operation, bytes)` of the copies and transposes of at least 1 MiB.
     """
 
@@ -53,32 +56,40 @@ class Compiled:
     temp: int
     alias: int
     kernels: int
-    counts: Counter[str]
+    operations: Counter[str]
+    beside_kernel: Counter[str]
     moved: list[tuple[str, int]]
 
 
 def compile_for(jitted, *operands) -> Compiled:
-    """The program of a jitted function, compiled for the devices that its operands' shardings or
-    its own name.
+    """The program of a jitted function, compiled for the devices that the shardings of its operands
+    or its own name.
     """
     program = jitted.trace(*operands).lower(lowering_platforms=("tpu",)).compile()
     memory, text = program.memory_analysis(), program.as_text()
-    counts, moved = Counter(), []
-    for kind, sizes, operation in re.findall(
-        r"= \(?(\w+)\[([\d,]*)\][^=]*? ([a-z][a-z\d-]*)\(", text
-    ):
-        counts[operation] += 1
+    moved = []
+    for kind, sizes, operation in results(text):
         size = math.prod(int(n) for n in sizes.split(",") if n) * ITEM_BYTES.get(kind, 4)
         if operation in ("copy", "copy-start", "transpose") and size >= 2**20:
             moved.append((operation, size))
+    beside_kernel = Counter()
+    for computation in text.split("\n\n"):
+        if KERNEL in computation:
+            beside_kernel.update(operation for *_, operation in results(computation))
     return Compiled(
         memory.argument_size_in_bytes,
         memory.temp_size_in_bytes,
         memory.alias_size_in_bytes,
-        text.count('custom_call_target="tpu_custom_call"'),
-        counts,
+        text.count(KERNEL),
+        Counter(operation for *_, operation in results(text)),
+        beside_kernel,
         moved,
     )
+
+
+def results(text: str) -> list[tuple[str, str, str]]:
+    """`(type, sizes, operation)` of each line; of a tuple, its first member."""
+    return re.findall(r"= \(*(\w+)\[([\d,]*)\].*? ([a-z][a-z\d-]*)\(", text)
 
 
 def bytes_of(tree) -> int:

@@ -21,7 +21,6 @@ from pallas_kernels.paged_attention.layout import (
     quantize,
     to_storage,
     values_of,
-    write_scales,
 )
 from pallas_kernels.paged_attention.mosaic_tpu.blocks import LANES, Blocks, choose_blocks
 from pallas_kernels.paged_attention.mosaic_tpu.call import Call
@@ -87,13 +86,11 @@ def attend(
     if why is not None:
         raise ValueError(f"The mosaic_tpu implementation cannot run: {why}")
     where = (page_table_BM, context_lens_B, query_lens_B)
-    values, scales = values_of(pages), None
+    values, scales, new_scales_BTK2 = values_of(pages), None, None
     if isinstance(pages, ScaledPages):
         scales = pages.scales
         if new_kv_BTKL is not None:
             new_kv_BTKL, new_scales_BTK2 = quantize(new_kv_BTKL, values.dtype)
-            size = values.shape[-2]
-            scales = write_scales(scales, new_scales_BTK2, *where, page_size=size, layer=layer)
     B, T, _, H = q_BTNH.shape
     call = make_call(
         q_BTNH.shape,
@@ -127,15 +124,19 @@ def attend(
     if new_kv_BTKL is not None:
         new = _new_rows(new_kv_BTKL, query_lens_B, call)
         inputs.append((new, an_items(*new.shape[-2:])))
-    aliases = {len(scalars) + len(inputs): 1} if call.writes else {}
-    inputs.append((values, in_memory))
-    if scales is not None:
-        inputs.append((scales, in_memory))
+    if new_scales_BTK2 is not None:
+        new_scales = _new_scale_rows(new_scales_BTK2, query_lens_B, call)
+        inputs.append((new_scales, an_items(*new_scales.shape[-2:])))
+    memories = [values] if scales is None else [values, scales]
+    aliases = {}
+    if call.writes:
+        aliases = {len(scalars) + len(inputs) + i: 1 + i for i in range(len(memories))}
+    inputs += [(memory, in_memory) for memory in memories]
     outputs = [
         (jax.ShapeDtypeStruct((B, K, J, R, value_width), jnp.float32), an_items(R, value_width))
     ]
     if call.writes:
-        outputs.append((jax.ShapeDtypeStruct(values.shape, values.dtype), in_memory))
+        outputs += [(jax.ShapeDtypeStruct(x.shape, x.dtype), in_memory) for x in memories]
 
     operands, in_specs = zip(*inputs)
     out_shape, out_specs = zip(*outputs)
@@ -158,7 +159,7 @@ def attend(
         name="paged_attention",
     )(*scalars, *operands)
     if written:
-        pages = written[0] if scales is None else ScaledPages(written[0], scales)
+        pages = written[0] if scales is None else ScaledPages(*written)
     return _out_of_rows(out, call, T, H if value_dim is None else value_dim, value_dim), pages
 
 
@@ -249,6 +250,16 @@ def _new_rows(new_kv_BTKL: Array, query_lens_B: Array, call: Call) -> Array:
     return _pad_rows(new, _up(Q, _sublanes(call.dot_dtype)))
 
 
+def _new_scale_rows(new_BTK2: Array, query_lens_B: Array, call: Call) -> Array:
+    """`[B, K, J, 8, Q]`: the scales of the new keys and, below them, of the new values."""
+    B, T, K, _ = new_BTK2.shape
+    is_new_BT = jnp.arange(T) < query_lens_B[:, None]
+    new = jnp.where(is_new_BT[..., None, None], new_BTK2, 0.0)
+    new = jnp.pad(new, ((0, 0), (0, -T % call.queries), (0, 0), (0, 0)))
+    new = new.reshape(B, -1, call.queries, K, 2).transpose(0, 3, 1, 4, 2)
+    return _pad_rows(new, 8)
+
+
 def _scratch(call: Call) -> list[Any]:
     """The buffers of the kernel, in the order of `Call.refs`."""
     K, R, page_size = call.num_heads, call.rows, call.page_size
@@ -269,6 +280,8 @@ def _scratch(call: Call) -> list[Any]:
             pltpu.SemaphoreType.DMA((2,)),
             pltpu.SMEM((2,), jnp.int32),
         ]
+    if call.writes and call.scaled:
+        scratch.append(pltpu.VMEM((2, call.pages_written, K, 1, call.scale_lanes), jnp.float32))
     return scratch
 
 

@@ -81,10 +81,11 @@ class Call:
     def refs(self) -> list[str]:
         """The names of the kernel's refs, in order."""
         scalars = ["layer", "window", "table", "contexts", "query_lens"]
-        inputs = ["q", *["sinks"] * self.sinks, *["new"] * self.writes, "pages"]
-        inputs += ["scales"] * self.scaled
-        outputs = ["out", *["written"] * self.writes]
+        both = self.writes and self.scaled
+        inputs = ["q", *["sinks"] * self.sinks, *["new"] * self.writes, *["new_scales"] * both]
+        inputs += ["pages", *["scales"] * self.scaled]
+        outputs = ["out", *["written"] * self.writes, *["written_scales"] * both]
         scratch = ["top", "total", "sum", "kv", "arrived", "slot"]
         scratch += ["kv_scales"] * self.scaled
-        scratch += ["patched", "sent", "in_flight"] * self.writes
+        scratch += ["patched", "sent", "in_flight"] * self.writes + ["patched_scales"] * both
         return scalars + inputs + outputs + scratch

@@ -145,7 +145,30 @@ def _patch(call: Call, r, traffic: Traffic, item: Item, block: Scalar, slot: Sca
             r.kv[slot, place, h] = jnp.where(is_seen, page_SL, 0.0).astype(call.dtype)
 
         _each_head(call, one_head)
+        if call.scaled:
+            _patch_scales(
+                call, r, item, page, r.kv_scales.at[slot, place], r.patched_scales.at[slot, number]
+            )
         traffic.send(item, page, slot, number)
+
+
+def _patch_scales(call: Call, r, item: Item, page: Scalar, kept, patched) -> None:
+    """Puts the new tokens' scales into those of a page: of slot s in lanes s and p + s."""
+    p, shape = call.page_size, (r.new_scales.shape[-1], call.scale_lanes)
+    slot = item.start - page * p + lax.broadcasted_iota(jnp.int32, shape, 0)
+    lane = lax.broadcasted_iota(jnp.int32, shape, 1)
+    inside = (slot >= 0) & (slot < p)
+    to_key, to_value = [(inside & (lane == at)).astype(jnp.float32) for at in (slot, p + slot)]
+    lane = lax.broadcasted_iota(jnp.int32, (1, call.scale_lanes), 1)
+    position = page * p + jnp.where(lane < p, lane, lane - p)
+    is_new = (position >= item.start) & (position < item.stop) & (lane < 2 * p)
+
+    def one_head(h) -> None:
+        new = r.new_scales[h]
+        fresh = _dot(new, to_key, (1, 0))[:1] + _dot(new, to_value, (1, 0))[1:2]
+        kept[h] = patched[h] = jnp.where(is_new, fresh, kept[h])
+
+    _each_head(call, one_head)
 
 
 def _clean(call: Call, r, item: Item, block: Scalar, slot: Scalar) -> None:

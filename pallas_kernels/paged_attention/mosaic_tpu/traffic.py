@@ -23,9 +23,19 @@ class Traffic:
     schedule: Schedule
 
     @property
-    def cache(self) -> Ref:
-        """The pages in memory: in and out are one, but interpreted, only the output changes."""
-        return self.refs.written if self.call.writes else self.refs.pages
+    def _streams(self) -> list[tuple[Ref, Ref, Ref]]:
+        """`(memory, its two slots, pages to send)`, of the pages and of their scales.
+
+        In and out are one memory, but interpreted, only the output changes.
+        """
+        r, c = self.refs, self.call
+        if not c.writes:
+            streams = [(r.pages, r.kv, None)]
+            return [*streams, (r.scales, r.kv_scales, None)] if c.scaled else streams
+        streams = [(r.written, r.kv, r.patched)]
+        return (
+            [*streams, (r.written_scales, r.kv_scales, r.patched_scales)] if c.scaled else streams
+        )
 
     def page_id(self, item: Item, page: Scalar) -> Scalar:
         """What the page table has for an item's page."""
@@ -36,16 +46,19 @@ class Traffic:
 
     def _arrivals(self, item: Item, page: Scalar, place: Scalar, slot: Scalar) -> list:
         """The copies that bring one page; an unmapped entry brings any, as in the reference."""
-        r = self.refs
         page_id = jnp.minimum(self.page_id(item, page), self.call.num_pages - 1)
-        pairs = [(self.cache, r.kv)]
-        if self.call.scaled:
-            pairs.append((r.scales, r.kv_scales))
+        arrived = self.refs.arrived.at[slot]
         return [
-            pltpu.make_async_copy(
-                self._place(source, page_id), target.at[slot, place], r.arrived.at[slot]
-            )
-            for source, target in pairs
+            pltpu.make_async_copy(self._place(memory, page_id), slots.at[slot, place], arrived)
+            for memory, slots, _ in self._streams
+        ]
+
+    def _sends(self, page_id: Scalar, slot: Scalar, number: Scalar) -> list:
+        """The copies that write back patched page `number` of a slot."""
+        sent = self.refs.sent.at[slot]
+        return [
+            pltpu.make_async_copy(patched.at[slot, number], self._place(memory, page_id), sent)
+            for memory, _, patched in self._streams
         ]
 
     def fetch(self, item: Item, block: Scalar, slot: Scalar) -> None:
@@ -68,23 +81,24 @@ class Traffic:
 
     def send(self, item: Item, page: Scalar, slot: Scalar, number: Scalar) -> None:
         """Starts to write back patched page `number` of a slot; drops it if it is not mapped."""
-        r, page_id = self.refs, self.page_id(item, page)
+        page_id = self.page_id(item, page)
 
         @pl.when(page_id < self.call.num_pages)
         def _():
-            source, target = r.patched.at[slot, number], self._place(self.cache, page_id)
-            pltpu.make_async_copy(source, target, r.sent.at[slot]).start()
-            r.in_flight[slot] += 1
+            for copy in self._sends(page_id, slot, number):
+                copy.start()
+            self.refs.in_flight[slot] += 1
 
     def await_sent(self, slot: Scalar) -> None:
         """Waits for all that was sent from a slot."""
-        r = self.refs
-        # All pages have one size, and by it a wait goes.
-        copy = pltpu.make_async_copy(
-            r.patched.at[slot, 0], self._place(self.cache, 0), r.sent.at[slot]
-        )
-        pl.loop(0, r.in_flight[slot])(lambda _: copy.wait())
-        r.in_flight[slot] = 0
+
+        @pl.loop(0, self.refs.in_flight[slot])
+        def _(_):
+            # A wait goes by the size, and all pages have one.
+            for copy in self._sends(0, slot, 0):
+                copy.wait()
+
+        self.refs.in_flight[slot] = 0
 
     def clash(self, item: Item, block: Scalar, after: Item) -> Scalar:
         """Whether the first block of the later item `after` reads what this step writes."""
