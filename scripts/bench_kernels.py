@@ -29,8 +29,8 @@ from pallas_kernels.paged_attention.measure import (
 
 TOLERANCE = {"float32": 1e-3}
 OTHERWISE = 2e-2
-HEADING = """\
-call                                  |    error |  us a call |  GB/s of a copy | TFLOP/s, of matmul"""
+HEADING = ("call", "error", "us a call", "GB/s of a copy", "TFLOP/s of matmul")
+TITLE = "{:38}| {:>8} | {:>10} | {:>15} | {:>17}"
 ROW = "{:37} | {:8.1e} | {:10.1f} | {:6.1f}  {:7.1%} | {:8.2f}     {:7.1%}"
 
 
@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     copy, matmul = copy_bandwidth(16 * args.bound_size**2), matmul_rate(args.bound_size, "bfloat16")
     print(f"{jax.devices()[0].device_kind}: copies {copy / 1e9:.1f} GB/s, ", end="")
-    print(f"multiplies {matmul / 1e12:.2f} TFLOP/s in bfloat16\n{HEADING}")
+    print(f"multiplies {matmul / 1e12:.2f} TFLOP/s in bfloat16\n{TITLE.format(*HEADING)}")
     heads = dict(kv_heads=args.kv_heads, group=args.group, head_dim=args.head_dim)
     call = functools.partial(paged_attention, implementation=args.implementation)
     good = True

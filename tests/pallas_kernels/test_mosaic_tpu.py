@@ -240,3 +240,29 @@ def test_tuned_sizes_come_before_the_rule(monkeypatch):
     monkeypatch.setattr(mosaic_tpu.blocks, "_tuned", lambda: table)
     assert choose_blocks(device_kind="TPU v5 lite", **shape) == Blocks(16, 1)
     assert choose_blocks(device_kind="TPU v6 lite", **shape) == by_rule
+
+
+@pytest.mark.slow
+def test_equals_the_kernel_that_jax_ships():
+    """A second oracle, by other hands: decode over whole pages of key and value apart."""
+    oracle = pytest.importorskip("jax.experimental.pallas.ops.tpu.paged_attention")
+    q, new_kv, pages, table, contexts, _ = make_rows(
+        (33, 1, 64), (1, 1, 1), 1, H=128, K=2, N=8, page_size=16
+    )
+    rows = (q, new_kv, pages, table, contexts, jnp.ones(3, jnp.int32))
+    out, after = kernel(scale=0.2)(*rows)
+    k_KPSH, v_KPSH = (
+        jnp.nan_to_num(after[..., lanes]).swapaxes(0, 1) for lanes in (slice(128), slice(128, 256))
+    )
+    mapped = jnp.minimum(table, pages.shape[0] - 1)
+    with pltpu.force_tpu_interpret_mode():
+        want = oracle.paged_attention(
+            0.2 * q[:, 0],
+            k_KPSH,
+            v_KPSH,
+            contexts,
+            mapped[:, : table.shape[1] // 2 * 2],
+            pages_per_compute_block=2,
+        )
+    # It rounds what it multiplies to bfloat16.
+    np.testing.assert_allclose(out[:, 0], want, atol=2e-2)
