@@ -201,7 +201,6 @@ def make_call(
         value_lanes=(value_start // LANES * LANES, min(lanes, _up(value_stop, LANES))),
         queries=queries,
         group=G,
-        rows=_up(queries * G, _sublanes(dot_dtype)),
         dtype=jnp.dtype(values.dtype),
         dot_dtype=dot_dtype,
         **options,
@@ -214,15 +213,14 @@ def _query_rows(q_BTNH: Array, call: Call) -> Array:
     K, Q, G = call.num_heads, call.queries, call.group
     q = jnp.pad(q_BTNH, ((0, 0), (0, -T % Q), (0, 0), (0, call.key_lanes - H)))
     q = q.reshape(B, -1, Q, K, G, call.key_lanes).transpose(0, 3, 1, 2, 4, 5)
-    q = q.reshape(B, K, -1, Q * G, call.key_lanes)
-    return _pad_rows(q, call.rows).astype(call.dot_dtype)
+    return q.reshape(B, K, -1, call.rows, call.key_lanes).astype(call.dot_dtype)
 
 
 def _out_of_rows(out_BKJRV: Array, call: Call, T: int, dim: int, value_dim: int | None) -> Array:
     """`out_BTNH`: the inverse of `_query_rows`, and the lanes that are the value's."""
     B, K, J = out_BKJRV.shape[:3]
     start = dim - call.value_lanes[0] if value_dim is None else 0
-    out = out_BKJRV[..., : call.queries * call.group, start : start + dim]
+    out = out_BKJRV[..., start : start + dim]
     out = out.reshape(B, K, J, call.queries, call.group, dim).transpose(0, 2, 3, 1, 4, 5)
     return out.reshape(B, J * call.queries, K * call.group, dim)[:, :T]
 
@@ -231,8 +229,7 @@ def _sink_rows(sinks_N: Array, call: Call) -> Array:
     """`[K, R, LANES]`: the sink of each row's query head, in every lane."""
     K, Q, G = call.num_heads, call.queries, call.group
     sinks = jnp.broadcast_to(sinks_N.astype(jnp.float32).reshape(K, 1, G), (K, Q, G))
-    rows = _pad_rows(sinks.reshape(K, Q * G, 1), call.rows)
-    return jnp.broadcast_to(rows, (K, call.rows, LANES))
+    return jnp.broadcast_to(sinks.reshape(K, call.rows, 1), (K, call.rows, LANES))
 
 
 def _new_rows(new_kv_BTKL: Array, query_lens_B: Array, call: Call) -> Array:

@@ -17,8 +17,7 @@ class Call:
     Attributes:
         key_lanes: lanes 0:key_lanes of a page meet the queries, which are zero beyond the head dim.
         value_lanes: `(start, stop)` of the lanes that the weights meet.
-        queries: query tokens of an item; group: query heads of a kv head; rows: their product,
-            rounded up to whole tiles.
+        queries: query tokens of an item; group: query heads of a kv head.
         dtype: of the pages; dot_dtype: of the operands of both products.
     """
 
@@ -32,7 +31,6 @@ class Call:
     value_lanes: tuple[int, int]
     queries: int
     group: int
-    rows: int
     dtype: jnp.dtype
     dot_dtype: jnp.dtype
     soft_cap: float | None
@@ -46,6 +44,11 @@ class Call:
     def keys(self) -> int:
         """Slots of a block of pages."""
         return self.pages_per_block * self.page_size
+
+    @property
+    def rows(self) -> int:
+        """Of a kv head's products: one for each query token and head of its group."""
+        return self.queries * self.group
 
     @property
     def pages_written(self) -> int:
