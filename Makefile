@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 QUESTION ?= Why is the sky blue? Answer in three sentences.
 
-.PHONY: demo test test-slow smoke lint
+.PHONY: demo test test-slow kernels-aot smoke lint
 
 # Fetches a small model once and streams its answer, with TTFT, TPOT and tokens/s.
 demo: $(VENV)/.installed
@@ -24,6 +24,10 @@ test: $(VENV)/.installed-dev
 
 test-slow: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m 'slow and not network and not gpu and not tpu'
+
+# Every kernel by the real TPU compiler, which needs no TPU, and the table of it in the docs.
+kernels-aot: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -m aot tests/pallas_kernels --kernel-table docs/kernels_aot.md
 
 # The device programs, for another Python or JAX: make smoke VENV=.venv-newest PYTHON=python3.13
 smoke: $(VENV)/.installed-dev

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Mesh
@@ -12,7 +13,7 @@ from jaxinfer.compute.layers import Linear, Norm
 from jaxinfer.compute.rope import apply_rope
 from jaxinfer.compute.sharding import page_spec, shard, spec
 from jaxinfer.config import ModelConfig
-from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.paged_attention import Pages, paged_attention
 
 
 class Attention(nn.Module):
@@ -33,12 +34,12 @@ class Attention(nn.Module):
         x_BTD: Array,
         phases: tuple[Array, Array],
         window: Array | None,
-        pages: Array,
+        pages: Pages,
         page_table_BM: Array,
         context_lens_B: Array,
         query_lens_B: Array,
         layer: Array | None = None,
-    ) -> tuple[Array, Array]:
+    ) -> tuple[Array, Pages]:
         """`(out_BTD, pages)`, the new keys and values written."""
         c = self.config
         B, T, D = x_BTD.shape
@@ -48,7 +49,7 @@ class Attention(nn.Module):
         q_BTNH = qk_BTKJH[..., :G, :].reshape(B, T, K * G, H)
         new_kv_BTKL = jnp.concatenate([qk_BTKJH[..., G, :], qkv_BTKJH[..., G + 1, :]], axis=-1)
 
-        def attend(q, new_kv, pages, table, context, query, window, layer) -> tuple[Array, Array]:
+        def attend(q, new_kv, pages, table, context, query, window, layer) -> tuple[Array, Pages]:
             return paged_attention(
                 q,
                 new_kv,
@@ -63,7 +64,7 @@ class Attention(nn.Module):
                 implementation=self.implementation,
             )
 
-        heads, in_pages = spec("rows", None, "heads"), page_spec(pages)
+        heads, in_pages = spec("rows", None, "heads"), jax.tree.map(page_spec, pages)
         each = spec("rows")
         attend = shard(
             attend,

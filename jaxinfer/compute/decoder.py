@@ -19,7 +19,7 @@ from jaxinfer.compute.sharding import AXES, fit_config
 from jaxinfer.compute.tiles import map_tiles
 from jaxinfer.compute.types import KVCache
 from jaxinfer.config import ModelConfig, require
-from pallas_kernels.paged_attention import IMPLEMENTATIONS
+from pallas_kernels.paged_attention import IMPLEMENTATIONS, Pages
 
 NO_WINDOW = 2**30
 
@@ -34,7 +34,7 @@ class DecoderLayer(nn.Module):
     mesh: Mesh | None = None
 
     @nn.compact
-    def __call__(self, x_BTD: Array, *attending: Any) -> tuple[Array, Array]:
+    def __call__(self, x_BTD: Array, *attending: Any) -> tuple[Array, Pages]:
         """`(x_BTD, pages)`; `attending` is what `Attention` takes after the hidden states."""
         c = self.config
         with jax.named_scope("attention"):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels.paged_attention.layout import from_storage, read_pages
+from pallas_kernels.paged_attention.layout import Pages, read_pages, values_of
 
 MIN_ROWS = 3
 KEYS_PER_GROUP = 128
@@ -24,7 +24,7 @@ MASKED = -1e30
 
 def attend(
     q_BTNH: Array,
-    pages: Array,
+    pages: Pages,
     page_table_BM: Array,
     context_lens_B: Array,
     query_lens_B: Array,
@@ -34,10 +34,11 @@ def attend(
     soft_cap: float | None,
     sinks_N: Array | None,
     layer: Array | None,
+    value_dim: int | None,
 ) -> Array:
-    """Attention over the pages of each row, `[B, T, N, H]` in float32; zero for padding."""
+    """Attention over the pages of each row, `out_BTNH` in float32; zero for padding."""
     B, T, N, H = q_BTNH.shape
-    K, page_size = pages.shape[-3], pages.shape[-2]
+    K, page_size = values_of(pages).shape[-3:-1]
     G = N // K
     A = min(B, SEQUENCES_PER_TILE) if T <= FEW_QUERIES else 1
     Q = min(T, QUERIES_PER_TILE)
@@ -70,7 +71,7 @@ def attend(
         def read_group(group: Array) -> Array:
             start = group * pages_per_group
             ids = lax.dynamic_slice_in_dim(table_AM, start, pages_per_group, axis=1)
-            kv = from_storage(read_pages(pages, ids, layer=layer))
+            kv = read_pages(pages, ids, head_dim=H, layer=layer)
             return kv.transpose(0, 2, 1, 3, 4).reshape(A, K, pages_per_group * page_size, -1)
 
         return _attend_tile(
@@ -84,12 +85,13 @@ def attend(
             window=window,
             soft_cap=soft_cap,
             sinks_KR=sinks_KR,
+            value_lanes=slice(H, 2 * H) if value_dim is None else slice(value_dim),
         )
 
     tables = jnp.repeat(table_BM.reshape(I, A, -1), J, axis=0)
     out = lax.map(one_tile, (q_JAKRH, tables, tiled(first_BJ), tiled(count_BJ)))
-    out = out.reshape(I, J, A, K, G, Q, H).transpose(0, 2, 1, 5, 3, 4, 6)
-    return out.reshape(I * A, J * Q, N, H)[:B, :T]
+    out = out.reshape(I, J, A, K, G, Q, -1).transpose(0, 2, 1, 5, 3, 4, 6)
+    return out.reshape(I * A, J * Q, N, -1)[:B, :T]
 
 
 def _attend_tile(
@@ -104,6 +106,7 @@ def _attend_tile(
     window,
     soft_cap,
     sinks_KR,
+    value_lanes,
 ):
     """Attention of one tile: sequence a's `count_A[a]` queries from position `first_A[a]` on.
 
@@ -128,7 +131,7 @@ def _attend_tile(
         needed_AS = (keys_S < num_keys_A[:, None]) & (keys_S >= first_seen_A[:, None])
         kv_AKSL = jnp.where(needed_AS[:, None, :, None], kv_AKSL, jnp.zeros((), kv_AKSL.dtype))
         kv_CSL = kv_AKSL.reshape(A * K, keys_per_group, -1)
-        k_CSH, v_CSH = kv_CSL[..., :H], kv_CSL[..., H : 2 * H]
+        k_CSH, v_CSH = kv_CSL[..., :H], kv_CSL[..., value_lanes]
         scores = _batched_dot(q_CRH.astype(k_CSH.dtype), k_CSH, contract=2) * scale
         scores_AKRS = scores.reshape(A, K, rows, keys_per_group)
         if soft_cap is not None:
@@ -153,10 +156,11 @@ def _attend_tile(
         top_AKR, total_AKR = jnp.broadcast_to(top_KR, (A, K, rows)), jnp.ones((A, K, rows))
     begin = jnp.min(jnp.where(count_A > 0, first_seen_A // keys_per_group, 2**30))
     end = jnp.max(jnp.where(count_A > 0, -(-num_keys_A // keys_per_group), 0))
-    empty = (top_AKR, total_AKR, jnp.zeros((A * K, rows, H), jnp.float32))
+    V = value_lanes.stop - (value_lanes.start or 0)
+    empty = (top_AKR, total_AKR, jnp.zeros((A * K, rows, V), jnp.float32))
     _, total_AKR, sum_CRH = lax.fori_loop(jnp.minimum(begin, end), end, add_group, empty)
     total_AKR1 = total_AKR[..., None]
-    out_AKRH = sum_CRH.reshape(A, K, rows, H) / jnp.where(total_AKR1 == 0, 1.0, total_AKR1)
+    out_AKRH = sum_CRH.reshape(A, K, rows, V) / jnp.where(total_AKR1 == 0, 1.0, total_AKR1)
     return out_AKRH[:, :, :R]
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.paged_attention.layout import from_storage, read_pages
+from pallas_kernels.paged_attention.layout import Pages, read_pages, values_of
 
 
 def attend(
     q_BTNH: Array,
-    pages: Array,
+    pages: Pages,
     page_table_BM: Array,
     context_lens_B: Array,
     query_lens_B: Array,
@@ -20,11 +20,12 @@ def attend(
     soft_cap: float | None,
     sinks_N: Array | None,
     layer: Array | None,
+    value_dim: int | None,
 ) -> Array:
-    """Attention over the pages of each row, `[B, T, N, H]` in float32; zero for padding."""
+    """Attention over the pages of each row, `out_BTNH` in float32; zero for padding."""
     B, T, N, H = q_BTNH.shape
-    K, page_size = pages.shape[-3], pages.shape[-2]
-    kv = from_storage(read_pages(pages, page_table_BM, layer=layer)).astype(jnp.float32)
+    K, page_size = values_of(pages).shape[-3:-1]
+    kv = read_pages(pages, page_table_BM, head_dim=H, layer=layer).astype(jnp.float32)
     S = page_table_BM.shape[1] * page_size
     kv_BKSL = kv.transpose(0, 2, 1, 3, 4).reshape(B, K, S, -1)
 
@@ -35,7 +36,8 @@ def attend(
         needed_BS &= keys_S > positions_BT[:, :1] - window
     # What no query sees may be anything, NaN too, and 0 * NaN is NaN.
     kv_BKSL = jnp.where(needed_BS[:, None, :, None], kv_BKSL, 0.0)
-    k_BKSH, v_BKSH = kv_BKSL[..., :H], kv_BKSL[..., H : 2 * H]
+    k_BKSH = kv_BKSL[..., :H]
+    v_BKSH = kv_BKSL[..., H : 2 * H] if value_dim is None else kv_BKSL[..., :value_dim]
 
     seen_BTS = keys_S <= positions_BT[..., None]
     if window is not None:
@@ -58,4 +60,4 @@ def attend(
         total += jnp.exp(sinks - top)
     weights = weights / jnp.where(total == 0, 1.0, total)
     out = jnp.einsum("bkgts,bksh->btkgh", weights, v_BKSH)
-    return out.reshape(B, T, N, H)
+    return out.reshape(B, T, N, -1)

@@ -10,7 +10,6 @@ import pytest
 
 from jaxinfer import SamplingParams
 from jaxinfer.compute import Decoder, generate, make_sampling_state, stack_layers
-from pallas_kernels.paged_attention import IMPLEMENTATIONS
 
 V, EOS, T = 256, 2, 40
 GREEDY = SamplingParams(temperature=0.0, seed=0, ignore_eos=True)
@@ -40,8 +39,9 @@ def make_whole(tiny_llama, argmax_only):
 
 
 CASES = [
-    (name, use_cache, False) for name in (*IMPLEMENTATIONS, None) for use_cache in (True, False)
+    (name, use_cache, False) for name in ("reference", "cpu", None) for use_cache in (True, False)
 ]
+INTERPRETED = pytest.param("mosaic_tpu_interpreted", True, True, marks=pytest.mark.slow)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,8 @@ def first_ids():
 
 
 @pytest.mark.parametrize(
-    "implementation, use_cache, stacked", [*CASES, (None, True, True), (None, False, True)]
+    "implementation, use_cache, stacked",
+    [*CASES, (None, True, True), (None, False, True), INTERPRETED],
 )
 def test_greedy_ids_are_the_reference_ones(
     tiny_llama, make_whole, first_ids, implementation, use_cache, stacked

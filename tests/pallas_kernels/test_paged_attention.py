@@ -16,6 +16,20 @@ from pallas_kernels.paged_attention import (
 )
 
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}
+HERE = [name for name in IMPLEMENTATIONS if name != "mosaic_tpu"]  # which runs on a TPU alone
+# Nothing here is worth the optimising of, and an interpreted kernel is a large program.
+QUICKLY = {"xla_backend_optimization_level": 0}
+
+
+def compiled(implementation, **options):
+    """`paged_attention` of one implementation, jitted."""
+    call = functools.partial(paged_attention, implementation=implementation, **options)
+    return jax.jit(call, compiler_options=QUICKLY)
+
+
+def platform_of(implementation):
+    """The platform whose pages an implementation takes."""
+    return "tpu" if implementation.startswith("mosaic_tpu") else "cpu"
 
 
 def dense(q_TNH, k_SKH, v_SKH, first, *, scale, window, soft_cap, sinks_N):
@@ -38,12 +52,24 @@ def dense(q_TNH, k_SKH, v_SKH, first, *, scale, window, soft_cap, sinks_N):
     return out
 
 
-def make_case(*, contexts, queries, T, N=4, K=2, H=16, page_size=4, dtype="float32", seed=0):
+def make_case(
+    *,
+    contexts,
+    queries,
+    T,
+    N=4,
+    K=2,
+    H=16,
+    page_size=4,
+    dtype="float32",
+    seed=0,
+    implementation="reference",
+):
     """Random rows in permuted pages, everything unused poisoned with NaN."""
     rng = np.random.default_rng(seed)
     B, M = len(contexts), max(-(-c // page_size) for c in contexts) + 1
     num_pages = B * M + 3
-    spec = PageSpec.of(K, page_size, H, dtype, "cpu")
+    spec = PageSpec.of(K, page_size, H, dtype, platform_of(implementation))
     round_ = lambda a: np.asarray(jnp.asarray(a, dtype)).astype(np.float64)  # noqa: E731
     kv = [round_(rng.standard_normal((c, K, 2 * H))) for c in contexts]
     q = round_(rng.standard_normal((B, T, N, H)))
@@ -55,7 +81,8 @@ def make_case(*, contexts, queries, T, N=4, K=2, H=16, page_size=4, dtype="float
         for m in range(-(-context // page_size)):
             table[b, m] = next(order)
         for s in range(context - query):
-            pages[table[b, s // page_size], :, s % page_size] = kv[b][s]
+            pages[table[b, s // page_size], :, s % page_size] = 0
+            pages[table[b, s // page_size], :, s % page_size, : 2 * H] = kv[b][s]
         new_kv[b, :query] = kv[b][context - query :]
     stored = to_storage(jnp.asarray(pages, jnp.float32), spec.dtype)
     arrays = (
@@ -70,12 +97,10 @@ def make_case(*, contexts, queries, T, N=4, K=2, H=16, page_size=4, dtype="float
 
 
 CASES = {
-    "decode": dict(contexts=(1, 3, 4, 5, 17), queries=(1,) * 5, T=1),
-    "idle rows": dict(contexts=(7, 0, 9), queries=(1, 0, 1), T=1),
-    "prefill": dict(contexts=(5, 16, 1), queries=(5, 16, 1), T=16),
-    "chunks": dict(contexts=(9, 33, 20), queries=(4, 16, 0), T=16),
+    "decode": dict(contexts=(1, 3, 0, 4, 5, 8, 17), queries=(1, 1, 0, 1, 1, 1, 1), T=1),
+    "chunks": dict(contexts=(5, 16, 1, 9, 33, 20), queries=(5, 16, 1, 4, 16, 0), T=16),
     "few": dict(contexts=(9, 33, 20), queries=(5, 2, 1), T=5),
-    "one head": dict(contexts=(6, 2), queries=(1, 1), T=1, N=1, K=1),
+    "group of 1": dict(contexts=(6, 2), queries=(1, 1), T=1, N=2, K=2),
     "group of 3": dict(contexts=(6, 2), queries=(2, 2), T=2, N=9, K=3),
     "group of 16": dict(contexts=(6, 21), queries=(1, 1), T=1, N=16, K=1),
     "page of 1": dict(contexts=(6, 2), queries=(1, 2), T=2, page_size=1),
@@ -92,25 +117,33 @@ OPTIONS = {
 }
 
 
-# Every case plain and with everything; each option by itself where one case is telling.
-PAIRS = [(case, option) for case in CASES for option in ("plain", "everything")]
-PAIRS += [("chunks", option) for option in OPTIONS if option not in ("plain", "everything")]
+# Every case with everything, and the telling ones with each option by itself.
+PAIRS = [(case, "everything") for case in CASES] + [("chunks", "plain")]
+MORE = [("decode", "plain"), ("tiles", "plain"), ("groups", "plain")]
+MORE += [("chunks", option) for option in OPTIONS if option not in ("everything", "plain")]
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("case, option", PAIRS)
+def each_here(ordinary, more):
+    """The parameters (implementation, *case): interpreted kernels, which compile for seconds, take
+    those of `more` only in the slow sweep.
+    """
+    marked = []
+    for name in HERE:
+        for case in (*ordinary, *more):
+            slow = name.endswith("interpreted") and case in more
+            parts = case if isinstance(case, tuple) else (case,)
+            marked.append(pytest.param(name, *parts, marks=[pytest.mark.slow] * slow))
+    return marked
+
+
+@pytest.mark.parametrize("implementation, case, option", each_here(PAIRS, MORE))
 def test_equals_dense(implementation, case, option):
     options = dict(OPTIONS[option])
-    arrays, q, kv = make_case(**CASES[case])
+    arrays, q, kv = make_case(**CASES[case], implementation=implementation)
     N = q.shape[2]
     sinks = np.linspace(-1, 2, N) if options.pop("sinks", False) else None
-    attend = functools.partial(
-        paged_attention,
-        **options,
-        sinks_N=None if sinks is None else jnp.asarray(sinks, jnp.float32),
-        implementation=implementation,
-    )
-    out, _ = jax.jit(attend)(*arrays)
+    sinks_N = None if sinks is None else jnp.asarray(sinks, jnp.float32)
+    out, _ = compiled(implementation, **options, sinks_N=sinks_N)(*arrays)
     spec = dict(scale=q.shape[-1] ** -0.5, window=None, soft_cap=None) | options
     for b, (context, query) in enumerate(
         zip(CASES[case]["contexts"], CASES[case]["queries"], strict=True)
@@ -123,12 +156,12 @@ def test_equals_dense(implementation, case, option):
         assert not np.asarray(out[b, query:]).any()
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("case", ["decode", "chunks", "tiles"])
-def test_bfloat16_pages_as_bits(implementation, case):
-    arrays, q, kv = make_case(**CASES[case], dtype="bfloat16")
-    assert arrays[2].dtype == jnp.uint16
-    out, _ = jax.jit(functools.partial(paged_attention, implementation=implementation))(*arrays)
+@pytest.mark.parametrize("implementation, case", each_here(["decode"], ["chunks", "tiles"]))
+def test_bfloat16(implementation, case):
+    arrays, q, kv = make_case(**CASES[case], dtype="bfloat16", implementation=implementation)
+    as_bits = platform_of(implementation) == "cpu"
+    assert arrays[2].dtype == (jnp.uint16 if as_bits else jnp.bfloat16)
+    out, _ = compiled(implementation)(*arrays)
     H = q.shape[-1]
     for b, (context, query) in enumerate(
         zip(CASES[case]["contexts"], CASES[case]["queries"], strict=True)
@@ -146,58 +179,56 @@ def test_bfloat16_pages_as_bits(implementation, case):
         np.testing.assert_allclose(out[b, :query], want, atol=TOLERANCE["bfloat16"], rtol=0)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_writes_only_the_new_slots(dtype):
-    arrays, _, kv = make_case(contexts=(9, 33, 20), queries=(4, 16, 0), T=16, dtype=dtype)
-    before, table = np.asarray(arrays[2]), np.asarray(arrays[3])
-    _, pages = paged_attention(*arrays)
+@pytest.mark.parametrize("implementation, dtype", each_here(["bfloat16"], ["float32"]))
+def test_writes_only_the_new_slots(dtype, implementation):
+    lens = dict(contexts=(9, 33, 20), queries=(4, 16, 0), T=16)
+    arrays, q, kv = make_case(**lens, dtype=dtype, implementation=implementation)
+    before, table, lanes = np.asarray(arrays[2]), np.asarray(arrays[3]), 2 * q.shape[-1]
+    _, pages = compiled(implementation)(*arrays)
     written = np.zeros(before.shape[:3], bool)
     values = np.asarray(from_storage(pages)).astype(np.float64)
     for b, (context, query) in enumerate(((9, 4), (33, 16), (20, 0))):
         for s in range(context - query, context):
             written[table[b, s // 4], :, s % 4] = True
-            np.testing.assert_array_equal(values[table[b, s // 4], :, s % 4], kv[b][s])
+            np.testing.assert_array_equal(values[table[b, s // 4], :, s % 4, :lanes], kv[b][s])
     after = np.asarray(pages)
     bits = np.uint16 if dtype == "bfloat16" else np.uint32
     np.testing.assert_array_equal(after.view(bits)[~written], before.view(bits)[~written])
 
 
-def test_unmapped_entries_never_change_a_page():
+@pytest.mark.parametrize("implementation", HERE)
+def test_unmapped_entries_never_change_a_page(implementation):
     """An entry of `num_pages` is dropped; -1 would have written the last page."""
-    arrays, *_ = make_case(contexts=(9,), queries=(4,), T=4)
+    arrays, *_ = make_case(contexts=(9,), queries=(4,), T=4, implementation=implementation)
     q, new_kv, pages, table, contexts, queries = arrays
     unmapped = jnp.full_like(table, pages.shape[0])
-    _, after = paged_attention(q, new_kv, pages, unmapped, contexts, queries)
+    _, after = compiled(implementation)(q, new_kv, pages, unmapped, contexts, queries)
     np.testing.assert_array_equal(
         np.asarray(after).view(np.uint32), np.asarray(pages).view(np.uint32)
     )
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", HERE)
 def test_a_stacked_cache_gives_the_layer_asked_for(implementation):
-    arrays, *_ = make_case(contexts=(9, 33), queries=(4, 16), T=16)
+    lens = dict(contexts=(9, 33), queries=(4, 16), T=16)
+    arrays, *_ = make_case(**lens, implementation=implementation)
     q, new_kv, pages, *rest = arrays
-    attend = functools.partial(paged_attention, implementation=implementation)
-    out, alone = jax.jit(attend)(*arrays)
+    attend = compiled(implementation)
+    out, alone = attend(*arrays)
     stacked = jnp.stack([jnp.full_like(pages, jnp.nan), pages, jnp.zeros_like(pages)])
-
-    @jax.jit
-    def step(layer):
-        return attend(q, new_kv, stacked, *rest, layer=layer)
-
-    got, after = step(jnp.int32(1))
+    got, after = attend(q, new_kv, stacked, *rest, layer=jnp.int32(1))
     np.testing.assert_array_equal(got, out)
     np.testing.assert_array_equal(after[1], alone)
     assert np.isnan(after[0]).all() and not np.asarray(after[2]).any()
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("window", [4, 5])
+@pytest.mark.parametrize("implementation, window", each_here([5], [4]))
 def test_window_is_exact_in_every_phase(implementation, window):
     """Query i sees keys max(0, i - W + 1)..i: whole, in chunks and one by one, at every length
     1..40.
     """
-    arrays, q, kv = make_case(contexts=(40,), queries=(40,), T=40, seed=3)
+    lens = dict(contexts=(40,), queries=(40,), T=40)
+    arrays, q, kv = make_case(**lens, seed=3, implementation=implementation)
     _, new_kv, pages, table, *_ = arrays
     H = q.shape[-1]
     want = dense(
@@ -210,11 +241,7 @@ def test_window_is_exact_in_every_phase(implementation, window):
         soft_cap=None,
         sinks_N=None,
     )
-    attend = jax.jit(
-        lambda q, kv, pages, c, n: paged_attention(
-            q, kv, pages, table, c, n, window=jnp.int32(window), implementation=implementation
-        )
-    )
+    attend = compiled(implementation)
 
     def cut(array, start, n, width):
         return jnp.pad(array[:, start : start + n], ((0, 0), (0, width - n), (0, 0), (0, 0)))
@@ -224,17 +251,19 @@ def test_window_is_exact_in_every_phase(implementation, window):
         for start in range(0, 40, chunk):
             n = min(chunk, 40 - start)
             q, kv_part = (cut(array, start, n, chunk) for array in (arrays[0], new_kv))
-            out, cache = attend(q, kv_part, cache, jnp.array([start + n]), jnp.array([n]))
+            lens = jnp.array([start + n]), jnp.array([n])
+            out, cache = attend(q, kv_part, cache, table, *lens, window=jnp.int32(window))
             np.testing.assert_allclose(out[0, :n], want[start : start + n], atol=2e-5)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", HERE)
 @pytest.mark.parametrize("mapped", [True, False])
 def test_pages_behind_the_window_may_be_gone(implementation, mapped):
     """Unmapped, or in the hands of another row that has filled them with NaN."""
-    arrays, *_ = make_case(contexts=(33, 20), queries=(4, 1), T=4)
+    lens = dict(contexts=(33, 20), queries=(4, 1), T=4)
+    arrays, *_ = make_case(**lens, implementation=implementation)
     q, new_kv, pages, table, contexts, queries = arrays
-    attend = functools.partial(paged_attention, window=6, implementation=implementation)
+    attend = compiled(implementation, window=6)
     want, _ = attend(*arrays)
     # The first queries stand at 29 and 19 and see keys from 24 and 14 on, of pages 6 and 3.
     gone = np.zeros(table.shape, bool)
@@ -257,7 +286,7 @@ def test_the_platform_chooses_when_nothing_is_named():
 
 def test_wrong_use_is_refused_with_the_reason():
     arrays, *_ = make_case(contexts=(3,), queries=(1,), T=1)
-    with pytest.raises(ValueError, match="'cuda' is unknown. Choose one of reference, cpu"):
+    with pytest.raises(ValueError, match="'cuda' is unknown. Choose one of reference, cpu, m"):
         paged_attention(*arrays, implementation="cuda")
     with pytest.raises(ValueError, match="4 axes"):
         paged_attention(*arrays, layer=jnp.int32(0))
