@@ -30,7 +30,7 @@ def assert_placed(model, params, whole):
     return mine / sum(leaf.nbytes for leaf in jax.tree.leaves(params))
 
 
-@pytest.mark.parametrize("data, shards", [(1, 2), (2, 4)])
+@pytest.mark.parametrize(("data", "shards"), [pytest.param(1, 2, marks=pytest.mark.slow), (2, 4)])
 @pytest.mark.parametrize("name", TINY_NAMES)
 def test_every_family(name, data, shards):
     if name in ("mistral", "qwen3") and shards == 4:

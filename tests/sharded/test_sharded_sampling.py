@@ -66,7 +66,11 @@ def alone(batch):
 
 
 @pytest.mark.parametrize(
-    ("data", "model"), [(1, 2), (1, 4), (1, 8), pytest.param(4, 2, marks=pytest.mark.slow)]
+    ("data", "model"),
+    [
+        (1, 8),
+        *(pytest.param(*layout, marks=pytest.mark.slow) for layout in ((1, 2), (1, 4), (4, 2))),
+    ],
 )
 def test_any_number_of_shards_draws_the_same(batch, alone, data, model):
     mesh = mesh_of(data, model)
