@@ -233,7 +233,7 @@ def _sink_rows(sinks_N: Array, call: Call) -> Array:
 
 
 def _new_rows(new_kv_BTKL: Array, query_lens_B: Array, call: Call) -> Array:
-    """`[B, K, J, Q rounded up, lanes]`: the new slots, rounded as the pages round them.
+    """`[B, K, J, Q, lanes]`: the new slots, rounded as the pages round them.
 
     What is no new token is zero: in the product that moves them to their slots, NaN would spread.
     """
@@ -243,8 +243,7 @@ def _new_rows(new_kv_BTKL: Array, query_lens_B: Array, call: Call) -> Array:
     new = jnp.where(is_new_BT[..., None, None], new_kv_BTKL, jnp.zeros((), new_kv_BTKL.dtype))
     new = to_storage(new, call.dtype).astype(call.dot_dtype)
     new = jnp.pad(new, ((0, 0), (0, -T % Q), (0, 0), (0, call.lanes - L)))
-    new = new.reshape(B, -1, Q, K, call.lanes).transpose(0, 3, 1, 2, 4)
-    return _pad_rows(new, _up(Q, _sublanes(call.dot_dtype)))
+    return new.reshape(B, -1, Q, K, call.lanes).transpose(0, 3, 1, 2, 4)
 
 
 def _new_scale_rows(new_BTK2: Array, query_lens_B: Array, call: Call) -> Array:
