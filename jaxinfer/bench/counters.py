@@ -46,7 +46,7 @@ class Occupancy:
 
 def occupancy(engine: Engine, time_s: float, num_under_way: int) -> Occupancy:
     """That of `engine`, which has `num_under_way` requests, at `time_s`."""
-    placement = engine.placement
-    num_waiting = placement.num_waiting
-    num_pages = sum(shard.pool.num_held for shard in placement.shards)
+    scheduler = engine.scheduler
+    num_waiting = scheduler.num_waiting
+    num_pages = sum(shard.pool.num_held for shard in scheduler.shards)
     return Occupancy(time_s, num_under_way - num_waiting, num_waiting, num_pages)

@@ -251,7 +251,7 @@ def measure(
 
 def num_rows(engine: Engine) -> int:
     """Requests that can decode together, on all data shards."""
-    return engine.config.max_num_seqs * len(engine.placement.shards)
+    return engine.config.max_num_seqs * len(engine.scheduler.shards)
 
 
 def write_timeline(path: str, timeline: Timeline, result: Replay) -> None:

@@ -25,7 +25,7 @@ from jaxinfer.engine.observer import Observer
 from jaxinfer.engine.programs import Progress
 from jaxinfer.engine.requests import make_requests, require_new
 from jaxinfer.sampling_params import SamplingParams
-from jaxinfer.sched import Placement, Request, Scheduler, TokenLogprobs
+from jaxinfer.sched import Request, Scheduler, TokenLogprobs
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Engine:
         windows = model.config.windows
         window = max((w for w in windows if w), default=None) if all(windows) else None
         num_data = num_shards(model.mesh, "data")
-        self.placement = Placement(config, window, num_data)
+        self.scheduler = Scheduler(config, window, num_data)
         self.observer: Observer | None = None  # told of all work from then on, once it is set
         empty = Request(id="", prompt_ids=(), params=SamplingParams(temperature=0.0), seed=0)
         self._executor = Executor(
@@ -104,7 +104,7 @@ class Engine:
             params,
             config,
             self._row_of(empty),
-            prefill_shapes=self.placement.shards[0].shapes,
+            prefill_shapes=self.scheduler.shards[0].shapes,
             logits_hook=logits_hook,
         )
         if compile_ahead:
@@ -116,11 +116,6 @@ class Engine:
         self._ready: list[TokenOutput] = []
         self._failure: BaseException | None = None
         self._ids = itertools.count()
-
-    @property
-    def scheduler(self) -> Scheduler:
-        """The scheduler of the first data shard, which mostly is the only one."""
-        return self.placement.shards[0]
 
     @property
     def wait_s(self) -> float:
@@ -192,7 +187,7 @@ class Engine:
             max_logprobs=self.config.max_logprobs,
             priority=priority,
         )
-        self.placement.check(samples[0])
+        self.scheduler.check(samples[0])
         now = time.perf_counter()
         for request in samples:
             request.times.arrival = now
@@ -204,7 +199,7 @@ class Engine:
         """
         require_new(samples, self._requests)
         for request in samples:
-            self.placement.add(request, request.times.arrival)
+            self.scheduler.add(request, request.times.arrival)
             self._requests[request.id] = request
 
     def cancel(self, request_id: str) -> None:
@@ -223,7 +218,7 @@ class Engine:
 
     def _end(self, request: Request, reason: str) -> None:
         self._requests.pop(request.id, None)
-        row = self.placement.finish(request, reason)
+        row = self.scheduler.finish(request, reason)
         if row is not None and self._failure is None:
             self._executor.stop_row(request.shard, row)
 
@@ -237,7 +232,7 @@ class Engine:
             )
         num_before = len(self._underway)
         try:
-            plans = self.placement.schedule(time.perf_counter())
+            plans = self.scheduler.schedule(time.perf_counter())
             with self._compiles.watching():
                 work = dispatch(self._executor, plans, self.config, self._row_of, self.observer)
                 self._underway.extend(work)
@@ -268,15 +263,15 @@ class Engine:
         first step on if nothing was compiled ahead. programs: all that there are; cached_programs:
         those of them that JAX's persistent cache had; compile_s: seconds of compiling ahead.
         """
-        placement = self.placement
-        pools = [shard.pool for shard in placement.shards]
+        scheduler = self.scheduler
+        pools = [shard.pool for shard in scheduler.shards]
         programs, cached_programs = self._executor.num_programs
         return {
-            **vars(placement.counters),
-            "finished": dict(placement.counters.finished),
+            **vars(scheduler.counters),
+            "finished": dict(scheduler.counters.finished),
             **self._metrics.snapshot(),
-            "num_running": placement.num_running,
-            "num_waiting": placement.num_waiting,
+            "num_running": scheduler.num_running,
+            "num_waiting": scheduler.num_waiting,
             "pages_total": sum(pool.num_pages for pool in pools),
             "pages_held": sum(pool.num_held for pool in pools),
             "pages_cached": sum(pool.num_cached for pool in pools),
@@ -298,13 +293,13 @@ class Engine:
         the old weights gave them; what begins after this shares none of those.
         """
         self._executor.update_params(params)
-        self.placement.reset_prefix_cache()
+        self.scheduler.reset_prefix_cache()
 
     def check_integrity(self) -> None:
         """Returns None if every page and row is held exactly once or free; AssertionError
         otherwise.
         """
-        self.placement.check_integrity()
+        self.scheduler.check_integrity()
 
     def _read(self) -> None:
         """Makes the outputs of the oldest work under way ready; interrupted, it loses nothing."""
@@ -326,7 +321,7 @@ class Engine:
         for b, request in requests:
             new_ids = tuple(int(token) for token in output.tokens_BW[b] if token >= 0)
             was_over, last_token = request.finish_reason is not None, request.times.last_token
-            reason = self.placement.update(request, new_ids, now)
+            reason = self.scheduler.update(request, new_ids, now)
             if was_over or not new_ids:
                 continue
             self._metrics.observe(request, len(new_ids), last_token)

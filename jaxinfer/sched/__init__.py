@@ -4,7 +4,6 @@ from jaxinfer.sched.buckets import pick, prefill_shapes
 from jaxinfer.sched.counters import Counters
 from jaxinfer.sched.logprobs import TokenLogprobs
 from jaxinfer.sched.page_pool import PagePool
-from jaxinfer.sched.placement import Placement
 from jaxinfer.sched.plan import Chunk, StepPlan
 from jaxinfer.sched.prefix_cache import PrefixCache
 from jaxinfer.sched.request import Request, Status
@@ -14,7 +13,6 @@ __all__ = [
     "Chunk",
     "Counters",
     "PagePool",
-    "Placement",
     "PrefixCache",
     "Request",
     "Scheduler",

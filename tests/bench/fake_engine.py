@@ -37,7 +37,7 @@ class FakeEngine:
         self.sent, self.most = [], 0
         self.cut = set()  # prompts that end before their time
         self.pool = SimpleNamespace(num_pages=num_pages, num_held=0)
-        self.placement = SimpleNamespace(num_waiting=0, shards=(SimpleNamespace(pool=self.pool),))
+        self.scheduler = SimpleNamespace(num_waiting=0, shards=(SimpleNamespace(pool=self.pool),))
         self.num_steps = 3
         self._clock = clock
         self._requests = []
@@ -79,6 +79,6 @@ class FakeEngine:
             )
             if reason is not None:
                 self._requests.remove(request)
-        self.placement.num_waiting = max(len(self._requests) - 2, 0)
+        self.scheduler.num_waiting = max(len(self._requests) - 2, 0)
         self.pool.num_held = 3 * len(self._requests)
         return outputs

@@ -117,7 +117,7 @@ def calls(monkeypatch):
     engine = SimpleNamespace(
         config=EngineConfig(max_num_seqs=3),
         num_valid_ids=50,
-        placement=SimpleNamespace(shards=(None,)),
+        scheduler=SimpleNamespace(shards=(None,)),
     )
     result = Replay((Record(4, 2, 0.0, 0.0, (0.5,), 0.5),), (), 0.0, 1.0, 0.0, 0.5, {})
 

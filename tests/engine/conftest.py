@@ -12,7 +12,7 @@ import pytest
 
 from jaxinfer import LLM, AsyncLLM, Engine
 from jaxinfer.compute import generate, make_sampling_state
-from jaxinfer.sched import Placement
+from jaxinfer.sched import Scheduler
 
 from .serving import CONFIG, EOS, V, result, run, script, widen
 from .streaming import LONG, assert_quiet
@@ -51,7 +51,7 @@ def make_engine(wide, programs):
     def make(*, params=None, host=(), **keywords):
         engine = Engine(wide.model, params or wide.params, CONFIG, logits_hook=script, **keywords)
         engine._executor._programs = programs[0]
-        engine.placement = Placement(dataclasses.replace(CONFIG, **dict(host)))
+        engine.scheduler = Scheduler(dataclasses.replace(CONFIG, **dict(host)))
         return engine
 
     return make
@@ -68,7 +68,7 @@ def engine(shared_engine):
     yield shared_engine
     assert not shared_engine.has_work
     shared_engine.check_integrity()
-    pool = shared_engine.scheduler.pool
+    pool = shared_engine.scheduler.shards[0].pool
     assert pool.num_available == CONFIG.num_pages
     assert shared_engine.scheduler.is_idle
 
@@ -80,7 +80,7 @@ def alone(make_engine):
 
     def ask(prompt, params):
         (request,) = run(quiet, [(prompt, params)])
-        assert quiet.scheduler.pool.num_available == CONFIG.num_pages
+        assert quiet.scheduler.shards[0].pool.num_available == CONFIG.num_pages
         return result(request)
 
     return ask

@@ -12,7 +12,7 @@ import jax
 import pytest
 
 from jaxinfer import Engine, EngineConfig, SamplingParams
-from jaxinfer.sched import Placement
+from jaxinfer.sched import Scheduler
 
 from .serving import drain, prompt_of, run
 
@@ -106,7 +106,7 @@ def test_any_chunks(world, tokens):
     """Of so many tokens, or fewer beside rows that decode."""
     engine = world.make()
     few = dataclasses.replace(CONFIG, max_num_seqs=4, token_budget=tokens, prefix_cache=False)
-    engine.placement = Placement(few)
+    engine.scheduler = Scheduler(few)
     jobs = [(PROMPT, params) for params in KINDS]
     requests = run(engine, jobs)
     assert [bits(request) for request in requests] == [world.alone(*job) for job in jobs]
@@ -146,12 +146,12 @@ def test_preempted_at_each_step(world, params):
         # The first needs its third page after `room` tokens, and there is none left: the second,
         # whose own three hold all that it gives, loses them and computes all of it again.
         first_prompt = prompt_of(32 - room, seed=room)
-        taken = engine.scheduler.pool.allocate(num_pages - (-(-(33 - room) // 16) + 3))
+        taken = engine.scheduler.shards[0].pool.allocate(num_pages - (-(-(33 - room) // 16) + 3))
         jobs = [(first_prompt, GREEDY.replace(max_tokens=NUM_TOKENS + 10)), (prompt, params)]
         requests = [engine.add_request(*job) for job in jobs]
         while engine.has_work:
             engine.step()
-        engine.scheduler.pool.free(taken)
+        engine.scheduler.shards[0].pool.free(taken)
         assert bits(requests[1]) == world.alone(prompt, params)
         if requests[1].num_preemptions:
             lost.add(requests[1].num_lost - len(prompt))

@@ -20,8 +20,8 @@ JOBS = [(prompt_of(n), SamplingParams(seed=n, max_tokens=9)) for n in (1, 33, 16
 def poison(engine):
     """Fills every slot of the cache that holds no token, of a request or to share, with NaN."""
     used = np.zeros((CONFIG.num_pages, CONFIG.page_size), bool)
-    used[list(engine.scheduler.pool._cached)] = True
-    for request in engine.scheduler._running:
+    used[list(engine.scheduler.shards[0].pool._cached)] = True
+    for request in engine.scheduler.shards[0].running:
         for position in range(request.num_computed):
             page, slot = divmod(position, CONFIG.page_size)
             used[request.pages[page], slot] = True
@@ -61,7 +61,7 @@ def test_50_requests_cancelled_at_random_steps(make_engine, alone):
         engine.cancel(request.id)
     assert not engine.has_work
     assert {status.value for status in seen} >= {"waiting", "decode"}
-    assert engine.scheduler.pool.num_available == CONFIG.num_pages
+    assert engine.scheduler.shards[0].pool.num_available == CONFIG.num_pages
     assert results(run(engine, JOBS)) == [alone(*job) for job in JOBS]
 
 

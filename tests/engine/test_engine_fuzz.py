@@ -104,7 +104,10 @@ def test_mixed_requests_equal_their_solo_runs(make_engine, count):
     assert found["finished"]["cancelled"] == cancelled_as.total()
     assert found["compiles_after_warmup"] == quiet.metrics()["compiles_after_warmup"] == 0
     assert found["preempted"] == sum(request.num_preemptions for request in requests)
-    assert (found["pages_held"], engine.scheduler.pool.num_available) == (0, CROWDED["num_pages"])
+    assert (found["pages_held"], engine.scheduler.shards[0].pool.num_available) == (
+        0,
+        CROWDED["num_pages"],
+    )
     # What these lives met.
     assert min(cancelled_as[s] for s in (Status.WAITING, Status.PREFILL, Status.DECODE)) > 2
     assert min(found["finished"][reason] for reason in ("stop", "length")) > 40

@@ -320,7 +320,7 @@ def test_requests_cancelled_at_any_step_leave_nothing_behind(engine):
         assert len(cancelled.logprobs) == len(cancelled.output_ids)
         assert len(other.logprobs) == len(other.output_ids) == 20
         assert len(other.prompt_logprobs) == 5
-    assert engine.scheduler.pool.num_available == CONFIG.num_pages
+    assert engine.scheduler.shards[0].pool.num_available == CONFIG.num_pages
 
 
 def test_the_compiled_scores_hold_no_logits_of_a_chunk(programs, wide):

@@ -46,7 +46,7 @@ def recorded(engine):
 
 def test_all_programs_are_compiled_ahead_with_progress(programs, engine):
     compiled, seen = programs
-    shapes = engine.scheduler.shapes
+    shapes = engine.scheduler.shards[0].shapes
     names = {("prefill", *shape) for shape in shapes} | {("decode", size) for size in (1, 4, 8)}
     names |= {("score",), ("start",), ("map_pages",), ("copy_pages",)}
     names |= {("write_row",), ("stop_row",)}

@@ -59,7 +59,7 @@ def test_500_requests_get_their_output_and_leave_every_page_free(plain_engine, p
     got = results(run(engine, jobs))
     assert got == expected(jobs, 64)
     assert {reason for _, reason in got} == {"stop", "length"}
-    assert engine.scheduler.pool.num_available == 128 // page_size
+    assert engine.scheduler.shards[0].pool.num_available == 128 // page_size
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_random_arrivals_and_cancels(plain_engine, seed):
         else:
             assert result(request) == want
     assert len(cancelled) > 10
-    assert engine.scheduler.pool.num_available == 20
+    assert engine.scheduler.shards[0].pool.num_available == 20
 
 
 def test_eos_ids_end_outputs_unless_ignored(plain_engine):

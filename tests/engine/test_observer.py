@@ -33,7 +33,7 @@ def test_each_prefill_call_and_each_window_is_told_with_its_padding(make_engine)
     prefill = [work for work in recorder.works if work.kind == "prefill"]
     decode = [work for work in recorder.works if work.kind == "decode"]
     assert sum(work.num_tokens for work in prefill) == 79
-    assert all(work.shape in engine.scheduler.shapes for work in prefill)
+    assert all(work.shape in engine.scheduler.shards[0].shapes for work in prefill)
     assert all(work.num_tokens <= work.shape[0] * work.shape[1] for work in prefill)
     # 3 tokens of each are a window's; the first is the prefill's.
     # A window may be longer than what one of its rows has left.
@@ -51,7 +51,7 @@ def test_an_engine_goes_on_as_before_once_nobody_observes_it(make_engine):
     engine.add_request(prompt_of(5), GREEDY.replace(max_tokens=2, ignore_eos=True))
     drain(engine)
     told = list(recorder.works)
-    shape = min(engine.scheduler.shapes)
+    shape = min(engine.scheduler.shards[0].shapes)
     assert told == [Work("prefill", shape, 1, 5), Work("decode", (1, 1), 1, 1)]
     engine.observer = None
     engine.add_request(prompt_of(5), GREEDY.replace(max_tokens=2))

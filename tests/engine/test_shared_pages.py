@@ -44,7 +44,7 @@ def test_an_evicted_page_is_not_found_under_its_old_name(make_engine, assert_as_
 
 def test_a_hash_that_tells_nothing_apart_changes_nothing(make_engine, assert_as_cold):
     engine = make_engine()
-    engine.scheduler.pool.cache._hash_page = lambda parent_key, token_ids: 0
+    engine.scheduler.shards[0].pool.cache._hash_page = lambda parent_key, token_ids: 0
     ids = prompt_of(24)
     prompts = [ids, ids, ids[:16] + prompt_of(8), ids[:8] * 3, ids[8:16] + ids]
     requests = one_after_the_other(engine, prompts, DRAWN)

@@ -53,7 +53,7 @@ def test_requests_under_way_go_on_and_share_with_nobody(make_engine, other):
     assert (len(request.output_ids), request.finish_reason) == (30, "length")
     assert late.num_cached == 0
     assert result(late) == results(run(make_engine(params=other), [(prompt, GREEDY)]))[0]
-    assert engine.scheduler.pool.num_held == 0
+    assert engine.scheduler.shards[0].pool.num_held == 0
 
 
 def test_params_that_do_not_fit_are_refused_and_change_nothing(make_engine, wide):

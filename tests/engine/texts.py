@@ -57,7 +57,7 @@ def assert_idle(llm):
     assert not llm._engine.has_work
     assert not llm._answers
     llm._engine.check_integrity()
-    assert llm._engine.scheduler.pool.num_available == CONFIG.num_pages
+    assert llm._engine.scheduler.shards[0].pool.num_available == CONFIG.num_pages
 
 
 def sampled(**fields):

@@ -223,7 +223,7 @@ class World:
 
     def step(self, now=None):
         """One turn of the loop: plan, dispatch, then read what the plan before gave."""
-        plan = self.scheduler.schedule(now)
+        (plan,) = self.scheduler.schedule(now)
         self.scheduler.check_integrity()
         late = 0 if plan.is_empty else 1
         self.device.dispatch(plan)
@@ -238,7 +238,9 @@ class World:
         while not self.scheduler.is_idle:
             plans.append(self.step())
             assert len(plans) < limit
-        assert self.scheduler.pool.num_available == self.scheduler.pool.num_pages
+        assert (
+            self.scheduler.shards[0].pool.num_available == self.scheduler.shards[0].pool.num_pages
+        )
         return plans
 
     def expected(self, request):

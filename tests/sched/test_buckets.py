@@ -143,7 +143,7 @@ def served(jobs, at_once, **changes):
     for _ in range(at_once):
         add()
     while not scheduler.is_idle:
-        plan = scheduler.schedule()
+        (plan,) = scheduler.schedule()
         if plan.shape is not None:
             shapes.append(plan.shape)
         steps = [(r, 1) for _, r in plan.starts] + [(r, plan.num_steps) for _, r in plan.decode]

@@ -55,7 +55,7 @@ def test_pages_that_the_prompt_fills_are_shared_and_the_page_it_ends_in_is_copie
     assert set(counts.values()) == ({1, 3} if num_full else {1})
     assert len(plan.copies) == (2 if prompt_len % page_size else 0)
     needed = -(-(prompt_len + 1) // page_size)
-    assert world.scheduler.pool.num_held == num_full + 3 * (needed - num_full)
+    assert world.scheduler.shards[0].pool.num_held == num_full + 3 * (needed - num_full)
     world.run()
     world.check_results()
     assert world.num_computed == prompt_len
@@ -138,7 +138,7 @@ def test_a_small_pool_takes_in_as_many_as_it_holds():
     group = world.add_samples("s", 32, OUTPUTS[:4], max_tokens=10)
     assert world.step().admitted == (group[0],)
     assert world.step().admitted == (group[1],)  # with the first page; it computes the second
-    assert world.scheduler.pool.num_available == 0
+    assert world.scheduler.shards[0].pool.num_available == 0
     world.run()
     world.check_results()
     assert world.num_computed == 32 + 16 + 16
@@ -153,7 +153,7 @@ def test_a_leader_that_ends_at_its_first_token_leaves_its_pages_to_the_forks():
     shared = leader.pages[:2]
     world.step()
     assert leader.status is Status.FINISHED and statuses(forks) == [Status.DECODE] * 2
-    assert all(world.scheduler.pool.is_held(page) for page in shared)
+    assert all(world.scheduler.shards[0].pool.is_held(page) for page in shared)
     late = world.add("late", 40)  # writes to whatever was freed
     world.run()
     world.check_results()
@@ -164,11 +164,11 @@ def test_a_fork_that_ends_at_its_first_token_frees_its_own_pages_alone():
     world = World(config(page_size=4, num_pages=40))
     leader, fork = world.add_samples("s", 10, [[9] * 6, [EOS]], max_tokens=6)
     world.step()
-    own, before = fork.pages[2:], world.scheduler.pool.num_held
+    own, before = fork.pages[2:], world.scheduler.shards[0].pool.num_held
     world.step()
     assert fork.status is Status.FINISHED and leader.status is Status.DECODE
     # The leader has got a page more for its window meanwhile.
-    assert world.scheduler.pool.num_held == before - len(own) + 1
+    assert world.scheduler.shards[0].pool.num_held == before - len(own) + 1
     world.run()
     world.check_results()
 
@@ -241,7 +241,7 @@ def test_a_whole_group_cancelled_one_by_one_computes_nothing_more():
         world.step()
         world.cancel(request.id)
     assert world.scheduler.is_idle
-    assert world.scheduler.pool.num_held == 0
+    assert world.scheduler.shards[0].pool.num_held == 0
 
 
 def test_an_error_of_the_leader_is_its_own():

@@ -49,7 +49,7 @@ def test_tokens_under_way_count_and_only_then_it_may_come_back():
     scheduler, device = world.scheduler, world.device
     under_way = []
     while not b.num_preemptions:
-        plan = scheduler.schedule()
+        (plan,) = scheduler.schedule()
         device.dispatch(plan)
         under_way += device.read()
         if len(under_way) > 6:  # far behind the plans
@@ -59,12 +59,12 @@ def test_tokens_under_way_count_and_only_then_it_may_come_back():
     scheduler.cancel("a")
     device.deactivate(plan.decode[0][0])
     while b.under_way:  # all pages are free, and yet
-        plan = scheduler.schedule()
+        (plan,) = scheduler.schedule()
         assert plan.is_empty and b.status is Status.WAITING
         scheduler.update(*under_way.pop(0))
         scheduler.check_integrity()
     assert b.num_known > known
-    assert scheduler.schedule().admitted == (b,)
+    assert scheduler.schedule()[0].admitted == (b,)
     assert (b.output_ids, a.finish_reason) == (
         world.expected(b)[0][: len(b.output_ids)],
         "cancelled",
@@ -122,7 +122,7 @@ def test_three_that_preempt_each_other_give_what_a_big_pool_gives(num_pages, see
 def preempt(world, request):
     """Makes the request give way now, as if another had needed its pages."""
     row = request.row
-    world.scheduler._preempt(request)
+    world.scheduler.shards[0]._preempt(request)
     world.device.deactivate(row)
     world.scheduler.check_integrity()
 

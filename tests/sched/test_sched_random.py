@@ -79,14 +79,14 @@ class Life:
     def replace_weights(self):
         """What has begun goes on, on old and new keys: its output is nobody's alone."""
         self.mixed |= {r.id for r in self.live if r.num_computed or r.output_ids or r.under_way}
-        for request in self.world.scheduler._running:
+        for request in self.world.scheduler.shards[0].running:
             self.world.device.skip(request.row, request.num_computed)
         self.world.device.weights += 1
         self.world.scheduler.reset_prefix_cache()
 
     def check(self):
         world = self.world
-        pool, running = world.scheduler.pool, world.scheduler._running
+        pool, running = world.scheduler.shards[0].pool, world.scheduler.shards[0].running
         assert pool.num_free + pool.num_cached + pool.num_held == pool.num_pages
         held = Counter(page for r in running for page in r.pages if page is not None)
         assert held == pool._holders
@@ -108,7 +108,7 @@ class Life:
         while not self.world.scheduler.is_idle:
             self.plans.append(shown(self.world.step(self.now())))
             self.check()
-        pool = self.world.scheduler.pool
+        pool = self.world.scheduler.shards[0].pool
         assert pool.num_available == pool.num_pages
         counters = self.world.scheduler.counters
         assert counters.added == sum(counters.finished.values()) == self.num_added
@@ -139,7 +139,7 @@ def test_a_hash_that_tells_nothing_apart_changes_no_plan():
     for hash_page in (None, lambda parent_key, token_ids: 3):
         life = Life(1, page_size=2, num_pages=50, prefix_cache=True)
         if hash_page is not None:
-            life.world.scheduler.pool.cache._hash_page = hash_page
+            life.world.scheduler.shards[0].pool.cache._hash_page = hash_page
         for _ in range(600):
             life.operate()
         life.finish()

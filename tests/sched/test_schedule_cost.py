@@ -30,10 +30,10 @@ def crowded(num_rows, num_waiting=0, num_prompt=64, **changes):
 def generating(num_rows, **arguments):
     """The same, all of them generating."""
     scheduler, read = crowded(num_rows, **arguments)
-    plan = scheduler.schedule()
+    (plan,) = scheduler.schedule()
     while len(plan.decode) < num_rows:
         read(plan)
-        plan = scheduler.schedule()
+        (plan,) = scheduler.schedule()
     read(plan)
     return scheduler, read
 
@@ -61,7 +61,7 @@ def test_a_plan_that_decodes_costs_in_proportion_to_the_rows(num_waiting):
         scheduler, read = generating(num_rows, num_waiting=num_waiting)
         worst = 0
         for _ in range(8):
-            count, plan = num_calls(scheduler.schedule)
+            count, (plan,) = num_calls(scheduler.schedule)
             assert len(plan.decode) == num_rows
             worst = max(worst, count)
             read(plan)
@@ -75,11 +75,11 @@ def test_a_plan_that_admits_and_prefills_costs_in_proportion_to_the_rows(policy)
     first, later = [], []
     for num_rows in (64, 256):
         scheduler, read = crowded(num_rows, num_waiting=4 * num_rows, policy=policy)
-        count, plan = num_calls(scheduler.schedule)
+        count, (plan,) = num_calls(scheduler.schedule)
         assert len(plan.admitted) == num_rows
         first.append(count)
         read(plan)
-        count, plan = num_calls(scheduler.schedule)
+        count, (plan,) = num_calls(scheduler.schedule)
         assert plan.prefill and not plan.admitted
         later.append(count)
     assert first[1] <= 5 * first[0]  # with the searches in the queues
@@ -92,11 +92,11 @@ def test_a_plan_for_256_rows_takes_about_a_millisecond(is_prefilling):
     """A bound that a slow and busy machine keeps too; a fast one needs half a millisecond."""
     scheduler, read = crowded(256, num_prompt=1024) if is_prefilling else generating(256)
     if is_prefilling:
-        read(scheduler.schedule())  # that admits
+        read(scheduler.schedule()[0])  # that admits
     times = []
     for _ in range(20):
         start = time.thread_time()
-        plan = scheduler.schedule()
+        (plan,) = scheduler.schedule()
         times.append(time.thread_time() - start)
         assert (bool(plan.prefill), scheduler.num_running) == (is_prefilling, 256)
         assert is_prefilling or len(plan.decode) == 256

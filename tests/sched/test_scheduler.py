@@ -183,7 +183,7 @@ def test_cancel_in_any_state():
     assert scheduler.cancel("waiting") is None
     assert scheduler.cancel("prefilling") == 1
     assert scheduler.cancel("decoding") == 0
-    assert scheduler.pool.num_available == 8
+    assert scheduler.shards[0].pool.num_available == 8
     for request in (decoding, prefilling, waiting):
         assert (request.status, request.finish_reason) == (Status.FINISHED, "cancelled")
         assert scheduler.cancel(request.id) is None
@@ -252,7 +252,7 @@ def test_500_requests_leave_every_page_free(page_size):
     for i in range(500):
         world.add(str(i), rng.randint(1, 63), max_tokens=rng.randint(1, 30))
     world.run()
-    pool = world.scheduler.pool
+    pool = world.scheduler.shards[0].pool
     assert sorted([*pool._free, *pool._cached]) == list(range(160 // page_size))
     world.check_results()
     counters = world.scheduler.counters

@@ -59,7 +59,7 @@ def test_an_evicted_page_is_not_found_under_its_old_name():
     assert again.output_ids == a.output_ids
     assert (b.num_cached, again.num_cached) == (0, 0)
     assert world.scheduler.counters.evicted_pages == 6  # none but full pages is worth a name
-    world.scheduler.pool.check_integrity(held=[])
+    world.scheduler.shards[0].pool.check_integrity(held=[])
 
 
 def test_of_a_request_that_ended_the_last_pages_are_evicted_first():
@@ -75,7 +75,7 @@ def test_a_hash_that_tells_nothing_apart_changes_no_output():
     for hash_page in (None, lambda parent_key, token_ids: 0):
         world = World(config(page_size=4))
         if hash_page is not None:
-            world.scheduler.pool.cache._hash_page = hash_page
+            world.scheduler.shards[0].pool.cache._hash_page = hash_page
         prompts = [tokens(20), tokens(20), tokens(8) + tokens(12), tokens(4) * 5, tokens(4) * 3]
         requests = [served(world, str(i), prompt) for i, prompt in enumerate(prompts)]
         outputs.append([(r.output_ids, r.num_cached) for r in requests])
@@ -235,7 +235,7 @@ def test_without_the_cache_nothing_is_shared():
     assert served(world, "late", tokens(20)).num_cached == 0
     assert world.num_computed == 80
     assert all(r.num_cached == 0 for r in group)
-    pool = world.scheduler.pool
+    pool = world.scheduler.shards[0].pool
     assert (pool.num_free, len(pool.cache)) == (pool.num_pages, 0)
 
 
@@ -273,7 +273,7 @@ def test_what_runs_while_the_weights_change_is_never_shared(num_steps):
     assert b.num_cached == 0
     assert (b.output_ids, b.finish_reason) == world.expected(b)
     assert len(a.output_ids) == 30
-    pool = world.scheduler.pool
+    pool = world.scheduler.shards[0].pool
     assert len(pool.cache) == pool.num_cached == (19 + len(b.output_ids)) // 4
 
 

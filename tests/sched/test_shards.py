@@ -4,17 +4,17 @@ import random
 
 import pytest
 
-from jaxinfer.sched import Placement, Status
+from jaxinfer.sched import Scheduler, Status
 
 from .simulation import FakeDevice, World, config
 
 
 class Shards(World):
-    """A placement and a fake device for each of its shards."""
+    """A scheduler of several shards and a fake device for each."""
 
     def __init__(self, config, num_shards=2, num_ids=40):
         super().__init__(config, num_ids=num_ids)
-        self.scheduler = Placement(config, num_shards=num_shards)
+        self.scheduler = Scheduler(config, num_shards=num_shards)
         self.devices = [
             FakeDevice(config, self.outputs, num_ids=num_ids) for _ in range(num_shards)
         ]
@@ -158,12 +158,3 @@ def test_random_traffic_gives_what_each_request_gives_alone(seed):
     gone = {r.id for r in world.requests.values() if r.finish_reason == "cancelled"}
     world.check_results(gone)
     assert len({r.shard for r in world.requests.values()}) > 1
-
-
-def test_one_shard_is_planned_as_a_scheduler_alone_does():
-    alone, placed = World(config(num_pages=9)), Shards(config(num_pages=9), num_shards=1)
-    for world in (alone, placed):
-        for i in range(8):
-            world.put(str(i), tokens(9 + i, 50 * i), max_tokens=9)
-    while not alone.scheduler.is_idle:
-        assert str(alone.step()) == str(placed.step()[0])
