@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxinfer.compute.cache import init_cache
-from jaxinfer.compute.decoder import Decoder, Params
+from jaxinfer.compute.decoder import Decoder, Params, are_stacked
 from jaxinfer.compute.logits import LogitsHook
 from jaxinfer.compute.sampling import advance, sample
 from jaxinfer.compute.sharding import num_shards
@@ -43,11 +43,10 @@ def generate(
     pages_per_seq = -(-(T + max_tokens) // page_size)
     num_pages = B * pages_per_seq // num_shards(model.mesh, "data")  # each shard counts from 0
     table_BM = jnp.arange(B * pages_per_seq, dtype=jnp.int32).reshape(B, pages_per_seq) % num_pages
-    stacked = not isinstance(params["layers"], (tuple, list))
     cache = init_cache(
         model.config,
         CacheConfig(num_pages=num_pages, page_size=page_size, dtype=dtype),
-        stacked=stacked,
+        stacked=are_stacked(params),
         mesh=model.mesh,
     )
     prompt_lens_B = jnp.asarray(prompt_lens_B, jnp.int32)

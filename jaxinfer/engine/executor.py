@@ -12,7 +12,7 @@ from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxinfer.compute.cache import init_cache
-from jaxinfer.compute.decoder import Decoder, Params
+from jaxinfer.compute.decoder import Decoder, Params, are_stacked
 from jaxinfer.compute.logits import LogitsHook
 from jaxinfer.compute.sharding import num_shards, spec, state_spec
 from jaxinfer.compute.types import DecodeState, Logprobs, StepOutput
@@ -64,7 +64,9 @@ class Executor:
         self._decoding: tuple[np.ndarray, Array] | None = None
         self._prefill_shapes = prefill_shapes
         self._params = params
-        self._cache = init_cache(model.config, config.cache, mesh=model.mesh)
+        self._cache = init_cache(
+            model.config, config.cache, stacked=are_stacked(params), mesh=model.mesh
+        )
         num_rows = self.num_shards * self.num_rows
         self._state = jax.tree.map(
             lambda leaf, where: self._put(np.repeat(leaf, num_rows, axis=0), where),

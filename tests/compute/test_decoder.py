@@ -2,6 +2,8 @@
 loops.
 """
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 
 from jaxinfer import CacheConfig, ModelConfig
 from jaxinfer.compute import Decoder, init_cache, stack_layers
+from jaxinfer.compute.decoder import is_scanned_on
 from jaxinfer.config import RopeConfig
 
 from ..logits import PAGE, logits_in_chunks
@@ -54,6 +57,23 @@ def test_scanned_layers_equal_unrolled_ones(tiny_llama, implementation, chunk):
     unrolled = logits_in_chunks(model, tiny_llama.params, ids, chunk)
     scanned = logits_in_chunks(model, stack_layers(tiny_llama.params), ids, chunk, stacked=True)
     np.testing.assert_allclose(scanned, unrolled, atol=2e-5, rtol=0)
+
+
+def test_stacking_may_free_what_it_stacks(tiny_llama):
+    params = jax.tree.map(jnp.copy, tiny_llama.params)
+    stacked = stack_layers(params, donate=True)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(params["layers"]))
+    jax.tree.map(np.testing.assert_array_equal, stacked, stack_layers(tiny_llama.params))
+
+
+@pytest.mark.parametrize(
+    ("kind", "scans"),
+    [("TPU v5 lite", True), ("TPU v6 lite", True), ("TPU7x", False), ("NVIDIA H100", False)],
+)
+def test_layers_are_scanned_where_that_costs_nothing(kind, scans):
+    platform = "tpu" if kind.startswith("TPU") else "gpu"
+    assert is_scanned_on(SimpleNamespace(platform=platform, device_kind=kind)) == scans
+    assert not is_scanned_on(jax.devices("cpu")[0])
 
 
 def test_rows_of_any_length_share_a_call(tiny_llama):

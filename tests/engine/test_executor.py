@@ -6,7 +6,21 @@ import jax
 import numpy as np
 import pytest
 
-from .serving import CONFIG, GREEDY, SCRIPT, SCRIPTED, drain, prompt_of, results, run
+from jaxinfer import Engine
+from jaxinfer.compute import stack_layers
+
+from .serving import (
+    CONFIG,
+    GREEDY,
+    SCRIPT,
+    SCRIPTED,
+    drain,
+    prompt_of,
+    result,
+    results,
+    run,
+    script,
+)
 
 
 class Recorder:
@@ -78,6 +92,20 @@ def test_params_that_are_bound_to_a_device_compile_nothing_new(make_engine, wide
     engine, jobs = make_engine(params=bound), [(prompt_of(n), GREEDY) for n in (5, 40)]
     assert results(run(engine, jobs)) == [alone(*job) for job in jobs]
     assert engine.metrics()["compiles_after_warmup"] == 0
+
+
+def test_stacked_layers_are_scanned(wide, alone):
+    """With a cache of their form, which is donated like another; samples copy a page of it."""
+    params = stack_layers(wide.params)
+    engine = Engine(wide.model, params, CONFIG, logits_hook=script)
+    pages = engine._executor._cache.pages
+    assert pages.shape[0] == wide.model.config.num_layers
+    jobs = [(prompt_of(n), GREEDY) for n in (5, 20)]
+    assert results(run(engine, jobs)) == [alone(*job) for job in jobs]
+    samples = engine.add_samples(prompt_of(5), GREEDY.replace(n=2))
+    drain(engine)
+    assert [result(sample) for sample in samples] == [alone(*jobs[0])] * 2
+    assert pages.is_deleted()
 
 
 def test_the_next_window_is_dispatched_before_the_last_is_read(make_engine):
