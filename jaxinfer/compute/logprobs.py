@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from jaxinfer.compute.logits import LogitsHook, apply_hook, mask_padding
 from jaxinfer.compute.sampling import DISTRIBUTION, Distribution, distribution
-from jaxinfer.compute.sharding import sampling_spec, shard, spec, vocabulary_of
+from jaxinfer.compute.sharding import any_row, sampling_spec, shard, spec, vocabulary_of
 from jaxinfer.compute.types import Logprobs, SamplingState
 from jaxinfer.compute.vocabulary import (
     WHOLE,
@@ -85,23 +85,31 @@ def score_logits(
     """Those of `tokens_B` and of the most likely, of rows that ask for "processed" of what `draw`
     would draw from.
     """
-    vocabulary = vocabulary_of(mesh)
+    vocabulary, logits, rows = vocabulary_of(mesh), spec("rows", "vocab"), spec("rows")
+    asked = sampling_spec(sampling)
 
-    def score(logits_BV, hooked_BV, tokens_B, sampling) -> Logprobs:
-        raw_BV = raw_log_weights(logits_BV, sampling, vocabulary)
+    def from_raw(logits_BV: jax.Array, sampling: SamplingState) -> jax.Array:
+        return raw_log_weights(logits_BV, sampling, vocabulary)
 
-        def processed() -> jax.Array:
-            drawn_from = distribution(hooked_BV, sampling, vocabulary)
-            weights_BV = drawn_from.log_weights(sampling, vocabulary)
-            return jnp.where(sampling.processed_logprobs_B[:, None], weights_BV, raw_BV)
+    def from_drawn(
+        logits_BV: jax.Array, hooked_BV: jax.Array, sampling: SamplingState
+    ) -> jax.Array:
+        drawn_from = distribution(hooked_BV, sampling, vocabulary)
+        weights_BV = drawn_from.log_weights(sampling, vocabulary)
+        is_processed_B1 = sampling.processed_logprobs_B[:, None]
+        return jnp.where(is_processed_B1, weights_BV, from_raw(logits_BV, sampling))
 
-        is_any = vocabulary.any(sampling.processed_logprobs_B)
-        weights_BV = lax.cond(is_any, processed, lambda: raw_BV)
-        return pick_logprobs(weights_BV, tokens_B, vocabulary, max_logprobs=max_logprobs)
+    def raw() -> jax.Array:
+        return shard(from_raw, mesh, (logits, asked), logits)(logits_BV, sampling)
 
-    logits, rows = spec("rows", "vocab"), spec("rows")
-    sharded = shard(score, mesh, (logits, logits, rows, sampling_spec(sampling)), rows)
-    return sharded(logits_BV, apply_hook(logits_BV, sampling, logits_hook), tokens_B, sampling)
+    def processed() -> jax.Array:
+        hooked_BV = apply_hook(logits_BV, sampling, logits_hook)
+        draw_from = shard(from_drawn, mesh, (logits, logits, asked), logits)
+        return draw_from(logits_BV, hooked_BV, sampling)
+
+    weights_BV = lax.cond(any_row(mesh, sampling.processed_logprobs_B), processed, raw)
+    pick = functools.partial(pick_logprobs, vocabulary=vocabulary, max_logprobs=max_logprobs)
+    return shard(pick, mesh, (logits, rows), rows)(weights_BV, tokens_B)
 
 
 def sampled_log_probs(
