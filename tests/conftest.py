@@ -48,7 +48,7 @@ def argmax_only(monkeypatch):
     def argmax(logits_BV, sampling, positions_B, *, logits_hook=None, mesh=None):
         return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
 
-    def draw(logits_BV, sampling, positions_B, *, logits_hook=None):
+    def draw(logits_BV, sampling, positions_B, *, logits_hook=None, mesh=None):
         best_B = argmax(logits_BV, sampling, positions_B)
         return best_B, Distribution(
             logits_BV, best_B, jnp.max(logits_BV, -1), open_cutoff(logits_BV)

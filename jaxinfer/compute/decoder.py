@@ -276,7 +276,7 @@ def are_stacked(params: Params) -> bool:
     return not isinstance(params["layers"], (tuple, list))
 
 
-def is_scanned_on(device: jax.Device) -> bool:
+def is_scanned_on(device: Any) -> bool:
     """Whether a scan over stacked layers is the better loop on `device`.
 
     It compiles in a tenth of the time, but elsewhere than on TPU each step would copy the weights
