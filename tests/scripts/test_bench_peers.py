@@ -38,7 +38,8 @@ class CountingEngine(FakeEngine):
 
     def metrics(self):
         counted = {"prefill_tokens": 46, "padded_tokens": 18, "output_tokens": 11}
-        found = super().metrics() | counted | {"idle_row_steps": 5}
+        # The clock of the script is a real one, in which the fake waits for nothing.
+        found = super().metrics() | counted | {"idle_row_steps": 5, "wait_s": 0.0}
         return {name: self.num_steps * value for name, value in found.items()}
 
 
