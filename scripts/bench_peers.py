@@ -169,7 +169,7 @@ def line(name: str, found: dict[str, Any]) -> str:
             cells.append(f"{value:.1%}")
         else:
             cells.append(f"{value:,.1f}")
-    return f"{name:<14}" + "".join(f"{cell:>10}" for cell in cells)
+    return f"{name:<14}" + "".join(f" {cell:>9}" for cell in cells)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
