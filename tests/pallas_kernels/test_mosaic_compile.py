@@ -130,13 +130,15 @@ def test_shape_compiles(chip, shape):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("K, G", [(1, 4), (8, 2)])
 def test_prefill_compiles(chip, dtype, K, G):
-    """A chunk of 512 tokens a row: what is allocated are the queries and results, re-laid."""
+    """A chunk of 512 tokens a row: what is allocated are the queries and results, re-laid, and less
+    than 1 MiB besides.
+    """
     compiled, cache_bytes = compile_call(
         chip, H=128, page_size=32, K=K, G=G, T=512, dtype=dtype, window=1024
     )
     assert compiled.alias == cache_bytes
     results = 4 * ROWS * 512 * K * G * 128
-    assert compiled.temp <= 3 * results
+    assert compiled.temp <= 3 * results + 2**20
 
 
 def test_smaller_pages_than_a_tile_go_to_the_reference():
