@@ -10,6 +10,7 @@ of a shape that is not there goes by a rule.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import itertools
 import json
@@ -20,9 +21,10 @@ import jax
 import numpy as np
 
 from pallas_kernels.paged_attention import mosaic_tpu, paged_attention
+from pallas_kernels.paged_attention.layout import LANES
 from pallas_kernels.paged_attention.measure import Shape, make_operands, seconds_per_call
 from pallas_kernels.paged_attention.mosaic_tpu import Blocks
-from pallas_kernels.paged_attention.mosaic_tpu.blocks import LANES, tuning_key
+from pallas_kernels.paged_attention.mosaic_tpu.blocks import CallShape
 
 TUNED = Path(mosaic_tpu.__file__).with_name("tuned.json")
 TOLERANCE = 2e-2
@@ -69,7 +71,7 @@ def tune(shape: Shape, calls: int, interpret: bool) -> Blocks:
 def keep(path: Path, device_kind: str, shape: Shape, best: Blocks) -> None:
     """Writes the sizes of a shape into the file, beside what is there."""
     table = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    key = tuning_key(
+    call_shape = CallShape(
         queries=shape.queries,
         group=shape.group,
         num_heads=shape.kv_heads,
@@ -78,7 +80,10 @@ def keep(path: Path, device_kind: str, shape: Shape, best: Blocks) -> None:
         table_width=shape.pages_per_row,
         dtype=shape.page_spec.dtype,
     )
-    table.setdefault(device_kind, {})[key] = {"pages": best.pages, "queries": best.queries}
+    table.setdefault(device_kind, {})[call_shape.key] = {
+        "pages": best.pages,
+        "queries": best.queries,
+    }
     path.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 

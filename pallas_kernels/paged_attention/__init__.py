@@ -120,19 +120,16 @@ def paged_attention(
         value_dim=value_dim,
     )
     operands = (q_BTNH, new_kv_BTKL, pages, page_table_BM, context_lens_B, query_lens_B)
+
+    def run(name: str) -> Callable[..., tuple[Array, Pages]]:
+        return functools.partial(IMPLEMENTATIONS[name], **options)
+
     if implementation is not None:
-        return IMPLEMENTATIONS[implementation](*operands, **options)
-    chosen = {"cpu": "cpu"}
+        return run(implementation)(*operands)
+    branches = {"cpu": run("cpu"), "default": run("reference")}
     if mosaic_tpu.refusal(pages, page_table_BM) is None:
-        chosen["tpu"] = "mosaic_tpu"
-    return jax.lax.platform_dependent(
-        *operands,
-        default=functools.partial(IMPLEMENTATIONS["reference"], **options),
-        **{
-            platform: functools.partial(IMPLEMENTATIONS[name], **options)
-            for platform, name in chosen.items()
-        },
-    )
+        branches["tpu"] = run("mosaic_tpu")
+    return jax.lax.platform_dependent(*operands, **branches)
 
 
 def _check_shapes(q_BTNH, new_kv_BTKL, pages, page_table_BM, layer, value_dim) -> None:

@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+LANES = 128  # of a TPU's vector register
+
 # The largest number of each type that needs scales, or that the values are cut to without.
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
 
@@ -48,15 +50,13 @@ class PageSpec:
         cls, num_kv_heads: int, page_size: int, head_dim: int, dtype: str, platform: str
     ) -> PageSpec:
         """The page that `platform` ("cpu", "gpu", "tpu") reads fastest for values of `dtype`."""
-        lanes = 2 * head_dim
-        if platform == "tpu":
-            lanes = -(-lanes // 128) * 128
+        lanes = _stored_lanes(2 * head_dim, platform)
         return cls(num_kv_heads, page_size, lanes, _stored_dtype(dtype, platform))
 
     @classmethod
     def of_latent(cls, page_size: int, latent_dim: int, dtype: str, platform: str) -> PageSpec:
         """The page of a latent attention, whose key is the whole vector of `latent_dim` lanes."""
-        lanes = -(-latent_dim // 128) * 128 if platform == "tpu" else latent_dim
+        lanes = _stored_lanes(latent_dim, platform)
         return cls(1, page_size, lanes, _stored_dtype(dtype, platform))
 
     def shape(self, num_pages: int) -> tuple[int, int, int, int]:
@@ -65,7 +65,21 @@ class PageSpec:
 
     def scales_shape(self, num_pages: int) -> tuple[int, int, int, int]:
         """`[P, K, 1, 2p rounded up]`: whole registers, or XLA would lay pages innermost on TPU."""
-        return (num_pages, self.num_kv_heads, 1, -(-2 * self.page_size // 128) * 128)
+        return (num_pages, self.num_kv_heads, 1, scale_lanes(self.page_size))
+
+
+def whole_lanes(lanes: int) -> int:
+    """`lanes` rounded up to whole registers."""
+    return -(-lanes // LANES) * LANES
+
+
+def scale_lanes(page_size: int) -> int:
+    """Lanes of a page's scales: those of the keys, then those of the values, in whole registers."""
+    return whole_lanes(2 * page_size)
+
+
+def _stored_lanes(lanes: int, platform: str) -> int:
+    return whole_lanes(lanes) if platform == "tpu" else lanes
 
 
 def _stored_dtype(dtype: str, platform: str) -> jnp.dtype:
@@ -121,50 +135,29 @@ def write_kv(
     Query t of row b goes to position `context_lens[b] - query_lens[b] + t`. Queries from
     `query_lens[b]` on, and those whose page-table entry is `num_pages`, change nothing.
     """
-    where = (page_table_BM, context_lens_B, query_lens_B)
-    values, scales = values_of(pages), None
-    if isinstance(pages, ScaledPages):
-        kv, scales_BTK2 = quantize(new_kv_BTKL, values.dtype)
-        size = values.shape[-2]
-        scales = write_scales(pages.scales, scales_BTK2, *where, page_size=size, layer=layer)
-    else:
-        kv = to_storage(new_kv_BTKL, values.dtype)
-    kv = jnp.pad(kv, [(0, 0)] * 3 + [(0, values.shape[-1] - kv.shape[-1])])
-    page_BT, slot_BT = _slots(kv.shape[1], values.shape[-4], values.shape[-2], *where)
-    at = (
-        (page_BT, slice(None), slot_BT) if layer is None else (layer, page_BT, slice(None), slot_BT)
-    )
-    values = values.at[at].set(kv, mode="drop")
-    return values if scales is None else ScaledPages(values, scales)
-
-
-def write_scales(
-    scales: Array,
-    new_BTK2: Array,
-    page_table_BM: Array,
-    context_lens_B: Array,
-    query_lens_B: Array,
-    *,
-    page_size: int,
-    layer: Array | None = None,
-) -> Array:
-    """The scales with those of the new keys and values in their slots, as `write_kv`."""
-    where = (page_table_BM, context_lens_B, query_lens_B)
-    page_BT, slot_BT = _slots(new_BTK2.shape[1], scales.shape[-4], page_size, *where)
-    slot_BT2 = jnp.stack([slot_BT, page_size + slot_BT], axis=-1)
-    at = (page_BT[..., None], slice(None), 0, slot_BT2)
-    at = at if layer is None else (layer, *at)
-    return scales.at[at].set(new_BTK2.swapaxes(-1, -2), mode="drop")
-
-
-def _slots(T: int, num_pages: int, page_size: int, page_table_BM, context_lens_B, query_lens_B):
-    """`(page_BT, slot_BT)` of the new tokens; a page out of range for what is not to be written."""
-    steps_T = jnp.arange(T, dtype=jnp.int32)
+    values = values_of(pages)
+    num_pages, _, page_size, lanes = values.shape[-4:]
+    steps_T = jnp.arange(new_kv_BTKL.shape[1], dtype=jnp.int32)
     positions_BT = (context_lens_B - query_lens_B)[:, None] + steps_T
     page_BT = jnp.take_along_axis(page_table_BM, positions_BT // page_size, axis=1, mode="clip")
     # An index equal to num_pages is out of range and dropped; a negative one would wrap.
     page_BT = jnp.where(steps_T < query_lens_B[:, None], page_BT, num_pages)
-    return page_BT, positions_BT % page_size
+    slot_BT = positions_BT % page_size
+
+    def write(array: Array, at: tuple[Array | slice | int, ...], new: Array) -> Array:
+        return array.at[at if layer is None else (layer, *at)].set(new, mode="drop")
+
+    def write_values(kv_BTKL: Array) -> Array:
+        kv = jnp.pad(kv_BTKL, [(0, 0)] * 3 + [(0, lanes - kv_BTKL.shape[-1])])
+        return write(values, (page_BT, slice(None), slot_BT), kv)
+
+    if not isinstance(pages, ScaledPages):
+        return write_values(to_storage(new_kv_BTKL, values.dtype))
+    kv_BTKL, scales_BTK2 = quantize(new_kv_BTKL, values.dtype)
+    slot_BT2 = jnp.stack([slot_BT, page_size + slot_BT], axis=-1)
+    at = (page_BT[..., None], slice(None), 0, slot_BT2)
+    scales = write(pages.scales, at, scales_BTK2.swapaxes(-1, -2))
+    return ScaledPages(write_values(kv_BTKL), scales)
 
 
 def read_pages(

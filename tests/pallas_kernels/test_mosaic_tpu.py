@@ -19,7 +19,7 @@ from pallas_kernels.paged_attention import (
 )
 from pallas_kernels.paged_attention.layout import LARGEST, read_pages, write_kv
 from pallas_kernels.paged_attention.mosaic_tpu import Blocks, refusal, traffic
-from pallas_kernels.paged_attention.mosaic_tpu.blocks import choose_blocks
+from pallas_kernels.paged_attention.mosaic_tpu.blocks import CallShape, choose_blocks
 
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2, "int8": 2e-2, "float8_e4m3fn": 2e-2}
 QUICKLY = {"xla_backend_optimization_level": 0}
@@ -223,7 +223,7 @@ def test_scales_are_asked_for():
 
 
 def test_tuned_sizes_come_before_the_rule(monkeypatch):
-    shape = dict(
+    shape = CallShape(
         queries=1,
         group=4,
         num_heads=8,
@@ -232,14 +232,14 @@ def test_tuned_sizes_come_before_the_rule(monkeypatch):
         table_width=64,
         dtype=jnp.dtype("bfloat16"),
     )
-    by_rule = choose_blocks(device_kind=None, **shape)
-    assert by_rule == choose_blocks(device_kind="TPU v5 lite", **shape)
+    by_rule = choose_blocks(shape, None)
+    assert by_rule == choose_blocks(shape, "TPU v5 lite")
     # 1 MiB of pages: 8 heads x 256 lanes x 2 bytes x 256 slots.
     assert by_rule == Blocks(pages=8, queries=1)
     table = {"TPU v5 lite": {"q1 g4 k8 p32 l256 m64 bfloat16": {"pages": 16, "queries": 1}}}
     monkeypatch.setattr(mosaic_tpu.blocks, "_tuned", lambda: table)
-    assert choose_blocks(device_kind="TPU v5 lite", **shape) == Blocks(16, 1)
-    assert choose_blocks(device_kind="TPU v6 lite", **shape) == by_rule
+    assert choose_blocks(shape, "TPU v5 lite") == Blocks(16, 1)
+    assert choose_blocks(shape, "TPU v6 lite") == by_rule
 
 
 @pytest.mark.slow

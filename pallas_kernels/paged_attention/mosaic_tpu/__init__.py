@@ -16,13 +16,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.paged_attention.layout import (
+    LANES,
     Pages,
     ScaledPages,
     quantize,
     to_storage,
     values_of,
+    whole_lanes,
 )
-from pallas_kernels.paged_attention.mosaic_tpu.blocks import LANES, Blocks, choose_blocks
+from pallas_kernels.paged_attention.mosaic_tpu.blocks import Blocks, CallShape, choose_blocks
 from pallas_kernels.paged_attention.mosaic_tpu.call import Call
 from pallas_kernels.paged_attention.mosaic_tpu.kernel import kernel
 
@@ -176,33 +178,27 @@ def make_call(
     _, T, N, H = shape_BTNH
     P, K, page_size, lanes = values.shape[-4:]
     G = N // K
-    blocks = blocks or choose_blocks(
-        device_kind=_device_kind(),
-        queries=T,
-        group=G,
+    shared: dict[str, Any] = dict(
         num_heads=K,
         page_size=page_size,
         lanes=lanes,
         table_width=table_width,
-        dtype=values.dtype,
+        group=G,
+        dtype=jnp.dtype(values.dtype),
     )
+    blocks = blocks or choose_blocks(CallShape(queries=T, **shared), _device_kind())
     queries = min(blocks.queries, T)
     value_start, value_stop = (H, 2 * H) if value_dim is None else (0, value_dim)
     dot_dtype = jnp.dtype(jnp.float32 if values.dtype == jnp.float32 else jnp.bfloat16)
     return Call(
         num_pages=P,
-        num_heads=K,
-        page_size=page_size,
-        lanes=lanes,
-        table_width=table_width,
         pages_per_block=blocks.pages,
-        key_lanes=min(lanes, _up(H, LANES)),
+        key_lanes=min(lanes, whole_lanes(H)),
         # Slices begin and end at whole registers; what is too much is cut off the result.
-        value_lanes=(value_start // LANES * LANES, min(lanes, _up(value_stop, LANES))),
+        value_lanes=(value_start // LANES * LANES, min(lanes, whole_lanes(value_stop))),
         queries=queries,
-        group=G,
-        dtype=jnp.dtype(values.dtype),
         dot_dtype=dot_dtype,
+        **shared,
         **options,
     )
 
@@ -233,27 +229,29 @@ def _sink_rows(sinks_N: Array, call: Call) -> Array:
 
 
 def _new_rows(new_kv_BTKL: Array, query_lens_B: Array, call: Call) -> Array:
-    """`[B, K, J, Q, lanes]`: the new slots, rounded as the pages round them.
-
-    What is no new token is zero: in the product that moves them to their slots, NaN would spread.
-    """
-    B, T, K, L = new_kv_BTKL.shape
-    Q = call.queries
-    is_new_BT = jnp.arange(T) < query_lens_B[:, None]
-    new = jnp.where(is_new_BT[..., None, None], new_kv_BTKL, jnp.zeros((), new_kv_BTKL.dtype))
-    new = to_storage(new, call.dtype).astype(call.dot_dtype)
-    new = jnp.pad(new, ((0, 0), (0, -T % Q), (0, 0), (0, call.lanes - L)))
-    return new.reshape(B, -1, Q, K, call.lanes).transpose(0, 3, 1, 2, 4)
+    """`[B, K, J, Q, lanes]`: the new slots, rounded as the pages round them."""
+    new = to_storage(new_kv_BTKL, call.dtype).astype(call.dot_dtype)
+    new_BJQKL = _new_of_items(new, query_lens_B, call)
+    lanes = call.lanes - new_BJQKL.shape[-1]
+    return jnp.pad(new_BJQKL, [(0, 0)] * 4 + [(0, lanes)]).transpose(0, 3, 1, 2, 4)
 
 
 def _new_scale_rows(new_BTK2: Array, query_lens_B: Array, call: Call) -> Array:
     """`[B, K, J, 8, Q]`: the scales of the new keys and, below them, of the new values."""
-    B, T, K, _ = new_BTK2.shape
+    new_BKJ2Q = _new_of_items(new_BTK2, query_lens_B, call).transpose(0, 3, 1, 4, 2)
+    return jnp.pad(new_BKJ2Q, [(0, 0)] * 3 + [(0, 8 - 2), (0, 0)])
+
+
+def _new_of_items(new_BTKX: Array, query_lens_B: Array, call: Call) -> Array:
+    """`[B, J, Q, K, X]`: what is new, by item.
+
+    What is no new token is zero: in the product that moves them to their slots, NaN would spread.
+    """
+    B, T, *rest = new_BTKX.shape
     is_new_BT = jnp.arange(T) < query_lens_B[:, None]
-    new = jnp.where(is_new_BT[..., None, None], new_BTK2, 0.0)
+    new = jnp.where(is_new_BT[..., None, None], new_BTKX, jnp.zeros((), new_BTKX.dtype))
     new = jnp.pad(new, ((0, 0), (0, -T % call.queries), (0, 0), (0, 0)))
-    new = new.reshape(B, -1, call.queries, K, 2).transpose(0, 3, 1, 4, 2)
-    return _pad_rows(new, 8)
+    return new.reshape(B, -1, call.queries, *rest)
 
 
 def _scratch(call: Call) -> list[Any]:
@@ -300,16 +298,6 @@ def _device_kind() -> str | None:
     return None if device is None else device.device_kind
 
 
-def _pad_rows(x: Array, rows: int) -> Array:
-    """`x` with zeros behind its second to last axis, `rows` long then."""
-    short = rows - x.shape[-2]
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, short), (0, 0)])
-
-
 def _sublanes(dtype: Any) -> int:
     """Rows of a whole tile of `dtype`."""
     return 32 // jnp.dtype(dtype).itemsize
-
-
-def _up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple

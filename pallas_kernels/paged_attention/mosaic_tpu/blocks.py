@@ -11,6 +11,8 @@ from importlib import resources
 
 import jax.numpy as jnp
 
+from pallas_kernels.paged_attention.layout import LANES
+
 MIB = 2**20
 # Of one of the two buffers of pages, and of a head's scores of one step: small beside VMEM.
 BUFFER_BYTES = 1 * MIB
@@ -19,7 +21,6 @@ MAX_KEYS = 2048
 MAX_ROWS = 512
 # Rows of all kv heads, whose running sums lie in VMEM from the first block to the last.
 MAX_ROWS_OF_HEADS = 4096
-LANES = 128
 
 
 @dataclass(frozen=True)
@@ -35,52 +36,46 @@ class Blocks:
     queries: int
 
 
-def choose_blocks(
-    *,
-    device_kind: str | None,
-    queries: int,
-    group: int,
-    num_heads: int,
-    page_size: int,
-    lanes: int,
-    table_width: int,
-    dtype: jnp.dtype,
-) -> Blocks:
-    """The sizes for a call of `queries` tokens a row: tuned ones if there are any for this chip."""
-    key = tuning_key(
-        queries=queries,
-        group=group,
-        num_heads=num_heads,
-        page_size=page_size,
-        lanes=lanes,
-        table_width=table_width,
-        dtype=dtype,
-    )
-    tuned = _tuned().get(device_kind or "", {}).get(key)
+@dataclass(frozen=True, kw_only=True)
+class CallShape:
+    """Everything of a call's shape that its speed hangs on.
+
+    Attributes:
+        queries: tokens of a row; group: query heads of a kv head.
+        table_width: pages of a row at most.
+        dtype: of the pages.
+    """
+
+    queries: int
+    group: int
+    num_heads: int
+    page_size: int
+    lanes: int
+    table_width: int
+    dtype: jnp.dtype
+
+    @property
+    def key(self) -> str:
+        """What a row of `tuned.json` goes by."""
+        return (
+            f"q{self.queries} g{self.group} k{self.num_heads} p{self.page_size} l{self.lanes} "
+            f"m{self.table_width} {jnp.dtype(self.dtype).name}"
+        )
+
+
+def choose_blocks(shape: CallShape, device_kind: str | None) -> Blocks:
+    """The sizes for a call of that shape: tuned ones if there are any for this chip."""
+    tuned = _tuned().get(device_kind or "", {}).get(shape.key)
     if tuned is not None:
         return Blocks(**tuned)
-    tokens = max(1, min(queries, min(MAX_ROWS, MAX_ROWS_OF_HEADS // num_heads) // group))
-    rows = max(8, tokens * group)
-    keys = BUFFER_BYTES // (num_heads * lanes * jnp.dtype(dtype).itemsize)
-    keys = min(keys, SCORE_BYTES // (4 * rows), MAX_KEYS, table_width * page_size)
+    most_rows = min(MAX_ROWS, MAX_ROWS_OF_HEADS // shape.num_heads)
+    tokens = max(1, min(shape.queries, most_rows // shape.group))
+    rows = max(8, tokens * shape.group)
+    keys = BUFFER_BYTES // (shape.num_heads * shape.lanes * jnp.dtype(shape.dtype).itemsize)
+    keys = min(keys, SCORE_BYTES // (4 * rows), MAX_KEYS, shape.table_width * shape.page_size)
     # Whole tiles of scores: a multiple of the lanes of a register.
     keys = max(1, keys // LANES) * LANES
-    return Blocks(pages=-(-keys // page_size), queries=tokens)
-
-
-def tuning_key(
-    *,
-    queries: int,
-    group: int,
-    num_heads: int,
-    page_size: int,
-    lanes: int,
-    table_width: int,
-    dtype: jnp.dtype,
-) -> str:
-    """What a row of `tuned.json` goes by: everything of a call's shape that its speed hangs on."""
-    shape = f"q{queries} g{group} k{num_heads} p{page_size} l{lanes} m{table_width}"
-    return f"{shape} {jnp.dtype(dtype).name}"
+    return Blocks(pages=-(-keys // shape.page_size), queries=tokens)
 
 
 @functools.cache

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
+from pallas_kernels.paged_attention.layout import LANES, scale_lanes
+
 # Of vector memory, for the compiler's own.
 SPARE_BYTES = 4 * 2**20
 
@@ -57,8 +59,8 @@ class Call:
 
     @property
     def scale_lanes(self) -> int:
-        """Of a page's scales, those of the keys and then those of the values."""
-        return -(-2 * self.page_size // 128) * 128
+        """Of a page's scales."""
+        return scale_lanes(self.page_size)
 
     @property
     def value_width(self) -> int:
@@ -76,7 +78,7 @@ class Call:
         new = 2 * K * (self.queries + 32) * self.lanes * wide
         queries = 2 * K * R * self.key_lanes * wide
         results = 3 * K * R * self.value_width * 4
-        softmax = (2 + 2 * self.sinks) * K * R * 128 * 4
+        softmax = (2 + 2 * self.sinks) * K * R * LANES * 4
         scores = 4 * 4 * R * self.keys + 4 * 4 * self.keys * self.lanes
         return pages + new + queries + results + softmax + scores + SPARE_BYTES
 
