@@ -29,7 +29,7 @@ import jax
 
 import jaxinfer
 from jaxinfer.bench.prompts import make_prompts
-from jaxinfer.bench.replay import Record, replay, warm_up
+from jaxinfer.bench.replay import Record, fitting_len, replay, warm_up
 from jaxinfer.bench.report import percentiles, summary
 from jaxinfer.bench.traces import TracedRequest, read_trace, scale
 from jaxinfer.checkpoint import save_huggingface
@@ -48,11 +48,9 @@ def make_engine(
     model: Decoder, params: Any, requests: Sequence[TracedRequest], num_rows: int
 ) -> jaxinfer.Engine:
     """An engine for the requests, compiled and warm."""
-    page_size = 32
-    longest = max(request.num_prompt + request.num_output for request in requests)
-    config = jaxinfer.EngineConfig(
-        max_model_len=longest + -longest % page_size, max_num_seqs=num_rows, page_size=page_size
-    )
+    page_size = jaxinfer.EngineConfig.page_size
+    max_model_len = fitting_len(requests, page_size, model.config.max_position)
+    config = jaxinfer.EngineConfig(max_model_len=max_model_len, max_num_seqs=num_rows)
     engine = jaxinfer.Engine(model, params, config, eos_ids=(), compile_ahead=True)
     warm_up(engine)
     return engine

@@ -20,7 +20,7 @@ import jax
 
 import jaxinfer
 from jaxinfer.bench.prompts import make_prompts
-from jaxinfer.bench.replay import replay
+from jaxinfer.bench.replay import needed_len, replay
 from jaxinfer.bench.traces import TracedRequest, read_trace, scale
 from jaxinfer.compute import Decoder
 from jaxinfer.config import RopeConfig, require
@@ -73,8 +73,7 @@ def serve(
     requests: Sequence[TracedRequest], num_pages: int, args: argparse.Namespace
 ) -> tuple[dict[str, float], int]:
     """What the engine counted, and the pages in use or cached at the end."""
-    longest = max(request.num_prompt + request.num_output for request in requests)
-    max_model_len = longest + -longest % args.page_size
+    max_model_len = needed_len(requests, args.page_size)
     config = jaxinfer.EngineConfig(
         max_model_len=max_model_len,
         max_num_seqs=args.concurrency,

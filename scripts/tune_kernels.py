@@ -10,7 +10,6 @@ of a shape that is not there goes by a rule.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 import itertools
 import json

@@ -115,15 +115,39 @@ class _UnderWay:
         )
 
 
+def needed_len(requests: Sequence[TracedRequest], page_size: int) -> int:
+    """The `max_model_len` that the longest request needs, whole pages."""
+    require(page_size >= 1, f"page_size={page_size} must be at least 1.")
+    longest = _longest(requests)
+    return longest + -longest % page_size
+
+
+def fitting_len(requests: Sequence[TracedRequest], page_size: int, max_position: int) -> int:
+    """What `needed_len` gives; ValueError if a model of `max_position` cannot hold it."""
+    needed = needed_len(requests, page_size)
+    most = max_position - max_position % page_size
+    require(
+        needed <= most,
+        f"The longest request has {_longest(requests)} tokens, prompt and output; the model can hold {most}, "
+        f"in whole pages of {page_size}. Use --clip or --divide.",
+    )
+    return needed
+
+
 def check_fits(requests: Sequence[TracedRequest], config: EngineConfig) -> None:
     """Returns None if an engine of `config` can serve each of the requests to its end."""
-    longest = max(request.num_prompt + request.num_output for request in requests)
+    longest = _longest(requests)
     require(
         longest <= _room(config),
         f"The longest request has {longest} tokens, prompt and output; max_model_len="
         f"{config.max_model_len} and num_pages={config.cache.num_pages} leave room for "
         f"{_room(config)}. Raise them, or clip or divide the requests.",
     )
+
+
+def _longest(requests: Sequence[TracedRequest]) -> int:
+    """Tokens of the longest request, prompt and output."""
+    return max(request.num_prompt + request.num_output for request in requests)
 
 
 def _room(config: EngineConfig) -> int:

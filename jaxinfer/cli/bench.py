@@ -17,7 +17,7 @@ from jaxinfer.cli.options import ENGINE_OPTIONS, Option, UsageError, add_options
 from jaxinfer.cli.progress import progress_bars
 from jaxinfer.cli.startup import Startup, import_engine
 from jaxinfer.cli.traffic import add_traffic_options, parse_positive, read_requests
-from jaxinfer.config import EngineConfig, ParallelConfig, require
+from jaxinfer.config import EngineConfig, ParallelConfig
 
 if TYPE_CHECKING:
     from jaxinfer import Engine
@@ -150,7 +150,7 @@ def make_engine(
     import jax  # noqa: PLC0415
 
     from jaxinfer import Engine  # noqa: PLC0415
-    from jaxinfer.bench.replay import check_fits, warm_up  # noqa: PLC0415
+    from jaxinfer.bench.replay import check_fits, fitting_len, warm_up  # noqa: PLC0415
     from jaxinfer.engine.programs import keep_compiled_programs  # noqa: PLC0415
 
     keywords = given(args, BENCH_OPTIONS)
@@ -205,21 +205,6 @@ def open_model(
     return Decoder(config, attention, mesh=mesh), lambda dtype, progress: load_params(
         checkpoint, dtype=dtype, mesh=mesh, progress=reporter(progress, "loading")
     )
-
-
-def fitting_len(requests: tuple[TracedRequest, ...], page_size: int, max_position: int) -> int:
-    """The `max_model_len` that the longest request needs, whole pages; ValueError if the model
-    cannot.
-    """
-    longest = max(request.num_prompt + request.num_output for request in requests)
-    require(page_size >= 1, f"page_size={page_size} must be at least 1.")
-    most = max_position - max_position % page_size
-    require(
-        longest <= most,
-        f"The longest request has {longest} tokens, prompt and output; the model can hold {most}, "
-        f"in whole pages of {page_size}. Use --clip or --divide.",
-    )
-    return longest + -longest % page_size
 
 
 def measure(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -81,7 +81,7 @@ def _decode(executor: Executor, plans: Sequence[StepPlan], observer: Observer | 
     size = next(size for size in executor.decode_sizes if size >= most_rows)
     rows = [[row for row, _ in plan.decode] for plan in plans]
     rows_B = join([decode_batch(some, size, executor.num_rows) for some in rows])
-    requests = _by_row([[request for _, request in plan.decode] for plan in plans], size)
+    requests = _in_batch([enumerate(request for _, request in plan.decode) for plan in plans], size)
     output = _only_asked(executor.decode(rows_B, num_steps), requests)
     if observer is not None:
         work = Work("decode", (len(rows_B), num_steps), len(requests), len(requests) * num_steps)
@@ -124,27 +124,27 @@ def _prefill(
     """`(x_ND, underway)`: the prefill call, the scores of its chunks, the first tokens after it."""
     chunks = [() if plan is None else plan.prefill for plan in plans]
     x_ND = executor.prefill(join([prefill_batch(c, shape, executor.num_rows) for c in chunks]))
-    each = executor.num_hidden  # states of a shard
     scored = [
         tuple((at * shape[1], chunk) for at, chunk in enumerate(some) if num_scored(chunk))
         for some in chunks
     ]
     scores, scored_at = [], []
     for ones in _batches(scored, 1):
-        nothing = no_score(config.max_model_len)
         batch = [
-            score_batch(one[0][1], one[0][0], config.max_model_len) if one else nothing
+            score_batch(one[0][1], one[0][0], config.max_model_len)
+            if one
+            else no_score(config.max_model_len)
             for one in ones
         ]
         scores.append(executor.score(x_ND, join(batch)))
-        scored_at.append(_by_index(ones, each))
+        scored_at.append(_in_batch(ones, executor.num_hidden))
     sizes = dict(num_starts=executor.num_starts, num_rows=executor.num_rows)
     outputs, requests = [], []
     for some in _batches(
         [() if plan is None else plan.starts for plan in plans], executor.num_starts
     ):
-        started = [[request for _, request in starts] for starts in some]
-        requests.append(_by_row(started, executor.num_starts))
+        started = [enumerate(request for _, request in starts) for starts in some]
+        requests.append(_in_batch(started, executor.num_starts))
         batch = [start_batch(c, starts, shape, **sizes) for c, starts in zip(chunks, some)]
         outputs.append(_only_asked(executor.start(x_ND, join(batch)), requests[-1]))
     return x_ND, Underway(tuple(outputs), tuple(requests), tuple(scores), tuple(scored_at))
@@ -156,19 +156,12 @@ def _batches(items: Sequence[tuple[T, ...]], size: int) -> Iterator[list[tuple[T
     return ([some[start : start + size] for some in items] for start in range(0, longest, size))
 
 
-def _by_row(parts: Sequence[Sequence[T]], size: int) -> tuple[tuple[int, T], ...]:
-    """Each item with its row in a batch that has `size` rows of each shard."""
+def _in_batch(parts: Sequence[Iterable[tuple[int, T]]], size: int) -> tuple[tuple[int, T], ...]:
+    """The items of each shard, placed within it, with their places in a batch that has `size` of
+    each shard.
+    """
     return tuple(
-        (shard * size + b, item) for shard, part in enumerate(parts) for b, item in enumerate(part)
-    )
-
-
-def _by_index(
-    parts: Sequence[tuple[tuple[int, Chunk], ...]], size: int
-) -> tuple[tuple[int, Chunk], ...]:
-    """Each chunk with its index among `size` states of each shard."""
-    return tuple(
-        (shard * size + index, chunk) for shard, part in enumerate(parts) for index, chunk in part
+        (shard * size + place, item) for shard, part in enumerate(parts) for place, item in part
     )
 
 
