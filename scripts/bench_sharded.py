@@ -73,11 +73,7 @@ def compile_decode(
         stacked: scan the layers, as TPUs like it; else unroll them.
         sampling: with the sampler; else the step ends with the logits.
     """
-    mesh = sharding.make_mesh(parallel, devices)
-    if mesh is None:
-        mesh = jax.make_mesh(
-            (1, 1), sharding.AXES, axis_types=sharding.AXIS_TYPES, devices=devices[:1]
-        )
+    mesh = sharding.mesh_over(parallel, devices)
     platform = devices[0].platform
     config = sharding.fit_config(config, parallel.model)
     model = compute.Decoder(config, mesh=mesh)
@@ -88,17 +84,7 @@ def compile_decode(
     cache = jax.eval_shape(init)
     if stacked:
         params = jax.eval_shape(compute.stack_layers, params)
-    greedy = [SamplingParams()] * rows
-    per_row = jax.ShapeDtypeStruct((rows,), jnp.int32)
-    state = compute.DecodeState(
-        per_row,
-        per_row,
-        per_row,
-        jax.ShapeDtypeStruct((rows, width), jnp.int32),
-        jax.eval_shape(
-            lambda: compute.make_sampling_state(greedy, [[1]] * rows, vocab_size=config.vocab_size)
-        ),
-    )
+    state = _state_of(rows, width, config.vocab_size)
 
     def step(params, cache, state):
         if sampling:
@@ -128,6 +114,15 @@ def compile_decode(
         _bytes_of_one(params, sharding.shardings(mesh, param_specs)),
         _bytes_of_one(cache, sharding.shardings(mesh, cache_specs)),
     )
+
+
+def _state_of(rows: int, width: int, vocab_size: int) -> compute.DecodeState:
+    """The shapes of a state of so many rows, with page tables of that width."""
+    per_row = jax.ShapeDtypeStruct((rows,), jnp.int32)
+    make = functools.partial(compute.make_sampling_state, vocab_size=vocab_size)
+    sampling = jax.eval_shape(lambda: make([SamplingParams()] * rows, [[1]] * rows))
+    table = jax.ShapeDtypeStruct((rows, width), jnp.int32)
+    return compute.DecodeState(per_row, per_row, per_row, table, sampling)
 
 
 def attention_temp(

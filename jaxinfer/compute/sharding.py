@@ -23,7 +23,6 @@ from jaxinfer.compute.vocabulary import WHOLE, Vocabulary
 from jaxinfer.config import ModelConfig, ParallelConfig, require
 
 AXES = ("data", "model")
-AXIS_TYPES = (AxisType.Auto, AxisType.Auto)
 
 # Logical axis -> mesh axis. What is not here lies whole on every device.
 RULES = {
@@ -55,13 +54,16 @@ def spec(*axes: str | None) -> P:
 
 
 def make_mesh(parallel: ParallelConfig, devices: Sequence[Any] | None = None) -> Mesh | None:
+    """`mesh_over` them; None for one device, on which nothing needs to be placed."""
+    return None if parallel.num_devices == 1 else mesh_over(parallel, devices)
+
+
+def mesh_over(parallel: ParallelConfig, devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh of the first `data * model` devices (None: of this process's platform), neighbours
-    along `model`; None for one device.
+    along `model`.
 
     Raises ValueError if there are fewer.
     """
-    if parallel.num_devices == 1:
-        return None
     devices = jax.devices() if devices is None else devices
     require(
         len(devices) >= parallel.num_devices,
@@ -71,7 +73,7 @@ def make_mesh(parallel: ParallelConfig, devices: Sequence[Any] | None = None) ->
     return jax.make_mesh(
         (parallel.data, parallel.model),
         AXES,
-        axis_types=AXIS_TYPES,
+        axis_types=(AxisType.Auto, AxisType.Auto),
         devices=devices[: parallel.num_devices],
     )
 

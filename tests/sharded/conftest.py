@@ -20,7 +20,4 @@ def tiny(name="llama", data=1, model=1):
 
 def mesh_of(data=1, model=1):
     """The mesh, also of one device."""
-    devices = jax.devices()[: data * model]
-    return jax.make_mesh(
-        (data, model), sharding.AXES, axis_types=sharding.AXIS_TYPES, devices=devices
-    )
+    return sharding.mesh_over(ParallelConfig(data=data, model=model))
