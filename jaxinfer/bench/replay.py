@@ -128,8 +128,8 @@ def fitting_len(requests: Sequence[TracedRequest], page_size: int, max_position:
     most = max_position - max_position % page_size
     require(
         needed <= most,
-        f"The longest request has {_longest(requests)} tokens, prompt and output; the model can hold {most}, "
-        f"in whole pages of {page_size}. Use --clip or --divide.",
+        f"The longest request has {_longest(requests)} tokens, prompt and output; the model can "
+        f"hold {most}, in whole pages of {page_size}. Use --clip or --divide.",
     )
     return needed
 

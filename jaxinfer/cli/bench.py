@@ -151,6 +151,7 @@ def make_engine(
 
     from jaxinfer import Engine  # noqa: PLC0415
     from jaxinfer.bench.replay import check_fits, fitting_len, warm_up  # noqa: PLC0415
+    from jaxinfer.compute.decoder import stack_where_scanned  # noqa: PLC0415
     from jaxinfer.engine.programs import keep_compiled_programs  # noqa: PLC0415
 
     keywords = given(args, BENCH_OPTIONS)
@@ -164,7 +165,8 @@ def make_engine(
     check_fits(requests, config)
     keep_compiled_programs()
     start = time.perf_counter()
-    params = jax.block_until_ready(make_params(dtype, progress))
+    params = stack_where_scanned(make_params(dtype, progress), model.mesh)
+    params = jax.block_until_ready(params)
     load_s = time.perf_counter() - start
     engine = Engine(
         model, params, config, compile_ahead=True, progress=reporter(progress, "compiling")

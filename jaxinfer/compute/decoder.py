@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jaxinfer.compute.attention import Attention
 from jaxinfer.compute.layers import ACTIVATIONS, MLP, matmul, residual_norm, soft_cap
 from jaxinfer.compute.rope import rope_phases
-from jaxinfer.compute.sharding import AXES, fit_config
+from jaxinfer.compute.sharding import AXES, fit_config, param_shardings
 from jaxinfer.compute.tiles import map_tiles
 from jaxinfer.compute.types import KVCache
 from jaxinfer.config import ModelConfig, require
@@ -283,3 +283,12 @@ def is_scanned_on(device: Any) -> bool:
     of every layer, and on TPU7x the compiler re-lays all of them.
     """
     return device.platform == "tpu" and not device.device_kind.lower().startswith("tpu7")
+
+
+def stack_where_scanned(params: Params, mesh: Mesh | None = None) -> Params:
+    """`params`, given away, in the form whose loop is the better one where they lie."""
+    (device, *_) = jax.tree.leaves(params)[0].devices()
+    if not is_scanned_on(device):
+        return params
+    stacked = stack_layers(params, donate=True)
+    return stacked if mesh is None else jax.device_put(stacked, param_shardings(mesh, stacked))

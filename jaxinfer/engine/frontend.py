@@ -7,14 +7,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from jaxinfer.checkpoint import load_params, open_checkpoint, resolve
 from jaxinfer.checkpoint.loading import Checkpoint
-from jaxinfer.compute.decoder import Decoder, is_scanned_on, stack_layers
+from jaxinfer.compute.decoder import Decoder, stack_where_scanned
 from jaxinfer.compute.logits import LogitsHook
-from jaxinfer.compute.sharding import fit_config, make_mesh, param_shardings
+from jaxinfer.compute.sharding import fit_config, make_mesh
 from jaxinfer.config import EngineConfig, ParallelConfig, require
 from jaxinfer.engine.answer import Answer
 from jaxinfer.engine.engine import Engine
@@ -124,10 +123,7 @@ class Frontend:
         self._progress = progress
         report = self._reporter("loading")
         params = load_params(checkpoint, dtype=dtype, mesh=mesh, progress=report)
-        if is_scanned_on(jax.devices()[0] if mesh is None else mesh.devices.flat[0]):
-            params = stack_layers(params, donate=True)
-            if mesh is not None:
-                params = jax.device_put(params, param_shardings(mesh, params))
+        params = stack_where_scanned(params, mesh)
         self._load_s = time.perf_counter() - start
         self._engine = Engine(
             Decoder(fit_config(checkpoint.config, parallel.model), attention, mesh=mesh),

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from jaxinfer import CacheConfig, ModelConfig
-from jaxinfer.compute import Decoder, init_cache, stack_layers
-from jaxinfer.compute.decoder import is_scanned_on
+from jaxinfer.compute import Decoder, decoder, init_cache, stack_layers
+from jaxinfer.compute.decoder import is_scanned_on, stack_where_scanned
 from jaxinfer.config import RopeConfig
 
 from ..logits import PAGE, logits_in_chunks
@@ -74,6 +74,15 @@ def test_layers_are_scanned_where_that_costs_nothing(kind, scans):
     platform = "tpu" if kind.startswith("TPU") else "gpu"
     assert is_scanned_on(SimpleNamespace(platform=platform, device_kind=kind)) == scans
     assert not is_scanned_on(jax.devices("cpu")[0])
+
+
+def test_params_to_be_served_are_stacked_where_layers_are_scanned(tiny_llama, monkeypatch):
+    params = jax.tree.map(jnp.copy, tiny_llama.params)
+    assert stack_where_scanned(params) is params
+    monkeypatch.setattr(decoder, "is_scanned_on", lambda device: device == jax.devices()[0])
+    stacked = stack_where_scanned(params)
+    jax.tree.map(np.testing.assert_array_equal, stacked, stack_layers(tiny_llama.params))
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(params["layers"]))
 
 
 def test_rows_of_any_length_share_a_call(tiny_llama):
