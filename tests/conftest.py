@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +21,10 @@ from jaxinfer.compute.sampling import Distribution
 DATA = Path(__file__).parent / "data"
 TINY = DATA / "tiny"
 TINY_NAMES = sorted(path.parent.name for path in TINY.glob("*/refs.npz"))
+
+needs_tpu_compiler = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
+)
 
 
 @pytest.fixture(scope="session", autouse=True)

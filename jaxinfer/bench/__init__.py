@@ -1,1 +1,1 @@
-"""Traffic replayed against an engine, and what was measured: host code over the public `Engine`."""
+"""Traffic replayed against an engine, programs as XLA compiled them: what was measured of them."""

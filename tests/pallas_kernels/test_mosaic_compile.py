@@ -9,11 +9,17 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxinfer import ParallelConfig
+from jaxinfer.bench.compiled import bytes_of, compile_for, tpu_devices
+from jaxinfer.compute.sharding import mesh_over
 from pallas_kernels.paged_attention import PageSpec, ScaledPages, paged_attention
 
-from .tpu_compiler import TOPOLOGIES, bytes_of, compile_for, mesh_of, needs_compiler
+from ..conftest import needs_tpu_compiler
 
-pytestmark = [pytest.mark.aot, needs_compiler]
+pytestmark = [pytest.mark.aot, needs_tpu_compiler]
+
+# The smallest slices; one of their devices is compiled for.
+TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
 
 ROWS, CONTEXT = 8, 2048
 # So many that no cache fits into VMEM, where XLA would carry it.
@@ -23,7 +29,7 @@ DTYPES = ("bfloat16", "float32", "int8", "float8_e4m3fn")
 
 def compile_call(chip, *, H, page_size, K, dtype="bfloat16", G=4, T=1, latent=None, **options):
     """`(what the compiler says, bytes of the cache)` of one call on a stacked, donated cache."""
-    mesh = mesh_of(TOPOLOGIES[chip], (1,), ("model",))
+    mesh = mesh_over(ParallelConfig(), tpu_devices(TOPOLOGIES[chip]))
     everywhere = NamedSharding(mesh, PartitionSpec())
     array = functools.partial(jax.ShapeDtypeStruct, sharding=everywhere)
     M = CONTEXT // page_size
@@ -54,15 +60,16 @@ def compile_call(chip, *, H, page_size, K, dtype="bfloat16", G=4, T=1, latent=No
     sharded = jax.shard_map(
         call, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False
     )
-    return compile_for(jax.jit(sharded, donate_argnums=2), *operands), bytes_of(pages)
+    program = compile_for("tpu", jax.jit(sharded, donate_argnums=2), *operands)
+    return program, bytes_of(pages)
 
 
-def assert_in_place(compiled, cache_bytes):
+def assert_in_place(program, cache_bytes):
     """The kernel is there, and the cache is neither copied nor anything like it allocated."""
-    assert compiled.kernels == 1
-    assert compiled.alias == cache_bytes
-    assert compiled.temp <= 2**20
-    assert not compiled.moved
+    assert len(program.kernels()) == 1
+    assert program.alias_bytes == cache_bytes
+    assert program.temp_bytes <= 2**20
+    assert not program.moved(2**20)
 
 
 def known_sizes(page_size, dtype):
@@ -96,10 +103,10 @@ ORDINARY = {
 def test_decode_compiles(chip, H, page_size, K, dtype, kernel_table):
     """Decode: one query token a row, 4 heads to a kv head, 2048 tokens of context, 8 rows."""
     start = time.perf_counter()
-    compiled, cache_bytes = compile_call(chip, H=H, page_size=page_size, K=K, dtype=dtype)
+    program, cache_bytes = compile_call(chip, H=H, page_size=page_size, K=K, dtype=dtype)
     seconds = time.perf_counter() - start
-    assert_in_place(compiled, cache_bytes)
-    kernel_table.append((chip, dtype, H, page_size, K, compiled.temp, seconds))
+    assert_in_place(program, cache_bytes)
+    kernel_table.append((chip, dtype, H, page_size, K, program.temp_bytes, seconds))
 
 
 SHAPES = {
@@ -133,17 +140,17 @@ def test_prefill_compiles(chip, dtype, K, G):
     """A chunk of 512 tokens a row: what is allocated are the queries and results, re-laid, and less
     than 1 MiB besides.
     """
-    compiled, cache_bytes = compile_call(
+    program, cache_bytes = compile_call(
         chip, H=128, page_size=32, K=K, G=G, T=512, dtype=dtype, window=1024
     )
-    assert compiled.alias == cache_bytes
+    assert program.alias_bytes == cache_bytes
     results = 4 * ROWS * 512 * K * G * 128
-    assert compiled.temp <= 3 * results + 2**20
+    assert program.temp_bytes <= 3 * results + 2**20
 
 
 def test_smaller_pages_than_a_tile_go_to_the_reference():
     """Without a name the platform chooses, and 8 slots of bfloat16 are half a tile."""
-    compiled, _ = compile_call("v5e", H=128, page_size=8, K=1)
-    assert not compiled.kernels
+    program, _ = compile_call("v5e", H=128, page_size=8, K=1)
+    assert not program.kernels()
     with pytest.raises(ValueError, match="page_size=8 is no multiple of the 16 slots"):
         compile_call("v5e", H=128, page_size=8, K=1, implementation="mosaic_tpu")

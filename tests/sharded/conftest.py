@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import jax
+import numpy as np
 
 from jaxinfer import ParallelConfig, load
-from jaxinfer.compute import sharding
+from jaxinfer.compute import Decoder
+from jaxinfer.compute import sharding as sh
 
 from ..conftest import TINY
 
@@ -20,4 +22,32 @@ def tiny(name="llama", data=1, model=1):
 
 def mesh_of(data=1, model=1):
     """The mesh, also of one device."""
-    return sharding.mesh_over(ParallelConfig(data=data, model=model))
+    return sh.mesh_over(ParallelConfig(data=data, model=model))
+
+
+def random_params(config):
+    """Params of a model without a mesh, made on the host: nothing is compiled for them."""
+    rng = np.random.default_rng(2)
+    shapes = jax.eval_shape(Decoder(config).init, jax.random.key(0))
+    return jax.tree.map(
+        lambda leaf: rng.normal(1 if leaf.ndim == 1 else 0, 0.2, leaf.shape).astype(np.float32),
+        shapes,
+    )
+
+
+def spread(config, params, data=1, model=1):
+    """The model over a mesh, and the params there."""
+    mesh = sh.make_mesh(ParallelConfig(data=data, model=model))
+    if mesh is None:
+        return Decoder(config), params
+    config = sh.fit_config(config, model)
+
+    def repeated(module, leaves):
+        return {kind: sh.repeat_kv_heads(module, leaf, config) for kind, leaf in leaves.items()}
+
+    layers = tuple(
+        layer | {"attention": {m: repeated(m, x) for m, x in layer["attention"].items()}}
+        for layer in params["layers"]
+    )
+    params = params | {"layers": layers}
+    return Decoder(config, mesh=mesh), jax.device_put(params, sh.param_shardings(mesh, params))

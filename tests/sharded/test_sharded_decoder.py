@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +11,13 @@ import numpy as np
 import pytest
 
 from jaxinfer import CacheConfig, ModelConfig, ParallelConfig
+from jaxinfer.bench.compiled import bytes_of, compile_for
 from jaxinfer.compute import Decoder, init_cache, stack_layers
 from jaxinfer.compute import sharding as sh
 from jaxinfer.config import RopeConfig
 
 from ..conftest import TINY_NAMES
-from .conftest import tiny
+from .conftest import random_params, spread, tiny
 
 PAGE, WIDTH = 8, 4
 LENS = np.array([19, 7, 32, 1, 12, 25, 8, 30], np.int32)
@@ -34,16 +34,6 @@ def config_of(num_heads=24, num_kv_heads=8, num_layers=3):
         num_kv_heads=num_kv_heads,
         head_dim=8,
         rope=RopeConfig(dim=8),
-    )
-
-
-def random_params(config):
-    """Params of a model without a mesh, made on the host: nothing is compiled for them."""
-    rng = np.random.default_rng(2)
-    shapes = jax.eval_shape(Decoder(config).init, jax.random.key(0))
-    return jax.tree.map(
-        lambda leaf: rng.normal(1 if leaf.ndim == 1 else 0, 0.2, leaf.shape).astype(np.float32),
-        shapes,
     )
 
 
@@ -65,22 +55,6 @@ def logits(model, params, stacked=False):
     _, rest_BTV = step(params, cache, TOKENS[:, 16:], table_BM, LENS, LENS - first_B)
     found = np.concatenate([first_BTV, rest_BTV], axis=1)
     return np.where(np.arange(32)[:, None] < LENS[:, None, None], found, 0.0)
-
-
-def spread(config, params, data=1, model=1):
-    """The model over a mesh, and the params there."""
-    mesh = sh.make_mesh(ParallelConfig(data=data, model=model))
-    config = sh.fit_config(config, model)
-
-    def repeated(module, leaves):
-        return {kind: sh.repeat_kv_heads(module, leaf, config) for kind, leaf in leaves.items()}
-
-    layers = tuple(
-        layer | {"attention": {m: repeated(m, x) for m, x in layer["attention"].items()}}
-        for layer in params["layers"]
-    )
-    params = params | {"layers": layers}
-    return Decoder(config, mesh=mesh), jax.device_put(params, sh.param_shardings(mesh, params))
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 3, 4, 8])
@@ -145,15 +119,6 @@ def test_stacked_layers_too():
     np.testing.assert_allclose(found, logits(Decoder(config), params), atol=1e-4)
 
 
-def collectives(text):
-    """(kind, shape) of each exchange between devices."""
-    kinds = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
-    return [
-        (kind, tuple(map(int, dims.split(","))) if dims else ())
-        for dims, kind in re.findall(rf"= \(?\w+\[([\d,]*)\]\S* ({kinds})(?:-start)?\(", text)
-    ]
-
-
 @pytest.mark.parametrize(("data", "model"), [(1, 8), (2, 4)])
 def test_two_all_reduces_a_layer_and_one_for_the_embedding(data, model):
     """And nothing of the cache, which is updated in place."""
@@ -175,13 +140,15 @@ def test_two_all_reduces_a_layer_and_one_for_the_embedding(data, model):
         donate_argnums=1,
     )
     batch = number((8, 1)), number((8, WIDTH)), number((8,)), number((8,))
-    compiled = step.lower(params, cache, *batch).compile()
-    found = collectives(compiled.as_text())
-    assert {kind for kind, _ in found} == {"all-reduce"}
-    assert len(found) == 2 * config.num_layers + 1
-    assert {int(np.prod(shape)) for _, shape in found} == {8 // data * config.hidden_size}
-    cache_bytes = sum(p.size * p.dtype.itemsize for p in cache.pages) // (data * model)
-    assert compiled.memory_analysis().alias_size_in_bytes == cache_bytes
+    program = compile_for("cpu", step, params, cache, *batch)
+    exchanges = program.exchanges()
+    assert {one.operation for one in exchanges} == {"all-reduce"}
+    assert len(exchanges) == 2 * config.num_layers + 1
+    assert {one.num_bytes for one in exchanges} == {8 // data * config.hidden_size * 4}
+    cache_bytes = bytes_of(cache) // (data * model)
+    assert program.alias_bytes == cache_bytes
+    smallest = min(leaf.size * 4 for leaf in jax.tree.leaves(params) if leaf.ndim > 1)
+    assert not program.moved(min(cache_bytes // config.num_layers, smallest // model))
 
 
 def test_gradients_are_those_of_one_device():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+
 import jax
 import numpy as np
 import pytest
@@ -9,7 +12,7 @@ import pytest
 from jaxinfer import Engine, EngineConfig, ParallelConfig, SamplingParams, load
 
 from ..conftest import TINY
-from .conftest import tiny
+from .conftest import random_params, spread, tiny
 
 # So few pages that requests give way to each other, also where two shards share the work.
 CONFIG = EngineConfig(
@@ -58,16 +61,22 @@ def serve(engine):
     return requests
 
 
+def family(name, data=1, model=1, *, num_heads=None):
+    """`(model, params)` of a tiny checkpoint; of random weights, where it has other heads."""
+    if num_heads is None:
+        return tiny(name, data, model)
+    config = dataclasses.replace(tiny(name)[0].config, num_heads=num_heads)
+    return spread(config, random_params(config), data, model)
+
+
 @pytest.fixture(scope="module")
 def alone():
-    """A function from a name to (engine on one device, what its requests gave)."""
-    made = {}
+    """A function from a family to (engine on one device, what its requests gave)."""
 
-    def get(name):
-        if name not in made:
-            engine = Engine(*tiny(name), CONFIG)
-            made[name] = engine, serve(engine)
-        return made[name]
+    @functools.cache
+    def get(name, num_heads=None):
+        engine = Engine(*family(name, num_heads=num_heads), CONFIG)
+        return engine, serve(engine)
 
     return get
 
@@ -117,21 +126,25 @@ def test_two_shards_of_requests_over_two_of_the_model(alone):
     assert engine.metrics()["compiles_after_warmup"] == 0
 
 
-LAYOUTS = [(1, 2), (1, 4), (2, 1), (4, 1), (4, 2)]
+LAYOUTS = [(1, 2), (1, 4), (1, 8), (2, 1), (4, 1), (4, 2)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("data", "model"), LAYOUTS)
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
 def test_every_layout_and_family(alone, name, data, model):
-    if (name, model) == ("qwen3", 4):
-        pytest.skip("its 6 heads cannot be split by 4")
-    engine = Engine(*tiny(name, data, model), CONFIG)
+    num_heads = tiny(name)[0].config.num_heads
+    num_heads = None if num_heads % model == 0 else 8
+    engine = Engine(*family(name, data, model, num_heads=num_heads), CONFIG)
     requests = serve(engine)
-    assert_alike(requests, alone(name)[1])
-    assert len({request.shard for request in requests}) == data
+    before, expected = alone(name, num_heads)
+    assert_alike(requests, expected)
+    assert {request.shard for request in requests} == set(range(data))
+    found = engine.metrics()
+    assert found["cached_tokens"] > 0
+    assert found["preempted"] > 0
     if data == 1:
-        assert engine.metrics()["preempted"] == alone(name)[0].metrics()["preempted"] > 0
+        assert found["preempted"] == before.metrics()["preempted"]
 
 
 def test_batch_invariance_is_refused_over_devices():
@@ -141,22 +154,17 @@ def test_batch_invariance_is_refused_over_devices():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", [3])
-def test_smollm2_is_split_by_its_three_kv_heads(model):
-    folder = TINY.parents[2] / "checkpoints" / "smollm2-135m"
-    files = sorted(folder.glob("*.gguf"))
+def test_smollm2_is_split_by_its_three_kv_heads():
+    files = sorted((TINY.parents[2] / "checkpoints" / "smollm2-135m").glob("*.gguf"))
     if not files:
         pytest.skip("needs the checkpoint")
     for wrong in (2, 4, 8):
         with pytest.raises(ValueError, match="does not divide the model's num_heads=9"):
             load(files[0], parallel=ParallelConfig(model=wrong))
-    config = EngineConfig(max_model_len=128, max_num_seqs=2, page_size=16, prefill_chunk=32)
-    outputs = []
-    for parallel in (ParallelConfig(), ParallelConfig(model=model, data=2)):
-        engine = Engine(*load(files[0], dtype="float32", parallel=parallel), config)
-        greedy = SamplingParams(temperature=0.0, max_tokens=64, logprobs=2)
-        requests = [engine.add_request([1, 504, 5 + i], greedy) for i in range(3)]
-        while engine.has_work:
-            engine.step()
-        outputs.append(requests)
-    assert_alike(*outputs[::-1])
+    expected = serve(Engine(*load(files[0], dtype="float32"), CONFIG))
+    for data in (1, 2):
+        parallel = ParallelConfig(data=data, model=3)
+        engine = Engine(*load(files[0], dtype="float32", parallel=parallel), CONFIG)
+        assert_alike(serve(engine), expected)
+        assert engine.metrics()["preempted"] > 0
+        assert engine.metrics()["cached_tokens"] > 0
