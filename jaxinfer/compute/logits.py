@@ -37,7 +37,7 @@ def process_logits(
     logits_BV: jax.Array, sampling: SamplingState, vocabulary: Vocabulary = WHOLE
 ) -> jax.Array:
     """Float32 logits [B, V] after every transform; what may not be sampled is -inf."""
-    logits_BV = logits_BV.astype(jnp.float32)
+    logits_BV = one_zero(logits_BV.astype(jnp.float32))
     for asks, transform in TRANSFORMS:
         logits_BV = lax.cond(
             vocabulary.any(asks(logits_BV, sampling, vocabulary)),
@@ -46,7 +46,15 @@ def process_logits(
             logits_BV,
             sampling,
         )
-    # One zero only: -0.0 and 0.0 tie in every comparison, and so must their bits.
+    return logits_BV
+
+
+def one_zero(logits_BV: jax.Array) -> jax.Array:
+    """Logits without -0.0: it ties with 0.0 in every comparison, and so must their bits.
+
+    Each transform is given such logits and returns such, as what follows all of them would be one
+    more array.
+    """
     return jnp.where(logits_BV == 0, jnp.zeros_like(logits_BV), logits_BV)
 
 
@@ -59,8 +67,10 @@ def mask_padding(
 
 
 def _add_bias(logits_BV: jax.Array, sampling: SamplingState, vocabulary: Vocabulary) -> jax.Array:
+    """No id stands twice in a row, so a sum need not be scattered: TPUs copy the logits for one."""
     rows_B1, ids_BC = _addresses(logits_BV, sampling.bias_ids_BC, vocabulary)
-    return logits_BV.at[rows_B1, ids_BC].add(sampling.bias_BC, mode="drop")
+    biased_BC = logits_BV.at[rows_B1, ids_BC].get(mode="clip") + sampling.bias_BC
+    return logits_BV.at[rows_B1, ids_BC].set(biased_BC, mode="drop")
 
 
 def _keep_allowed(
@@ -99,7 +109,8 @@ def _penalise(logits_BV: jax.Array, sampling: SamplingState, vocabulary: Vocabul
     scaled_BV = jnp.where(logits_BV > 0, logits_BV / factor_B1, logits_BV * factor_B1)
     logits_BV = jnp.where(seen_BV, scaled_BV, logits_BV)
     presence_BV = jnp.where(times_BV > 0, sampling.presence_penalty_B[:, None], 0.0)
-    return logits_BV - (presence_BV + times_BV * sampling.frequency_penalty_B[:, None])
+    penalty_BV = presence_BV + times_BV * sampling.frequency_penalty_B[:, None]
+    return one_zero(logits_BV - penalty_BV)
 
 
 def _hold_stop_ids(

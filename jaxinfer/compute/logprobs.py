@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
-from jaxinfer.compute.logits import LogitsHook, apply_hook, mask_padding
+from jaxinfer.compute.logits import LogitsHook, apply_hook, mask_padding, one_zero
 from jaxinfer.compute.sampling import DISTRIBUTION, Distribution, distribution
 from jaxinfer.compute.sharding import any_row, sampling_spec, shard, spec, vocabulary_of
 from jaxinfer.compute.types import Logprobs, SamplingState
@@ -139,9 +139,7 @@ def raw_log_weights(
     logits_BV: jax.Array, sampling: SamplingState, vocabulary: Vocabulary
 ) -> jax.Array:
     """The model's own logits, float32, -inf in the padding of the head."""
-    logits_BV = mask_padding(logits_BV.astype(jnp.float32), sampling, vocabulary)
-    # One zero only, so that -0.0 and 0.0 tie.
-    return jnp.where(logits_BV == 0, jnp.zeros_like(logits_BV), logits_BV)
+    return mask_padding(one_zero(logits_BV.astype(jnp.float32)), sampling, vocabulary)
 
 
 def pick_logprobs(
