@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from jaxinfer import Engine, EngineConfig, ParallelConfig, SamplingParams, load
+from jaxinfer.compute import Decoder
 
 from ..conftest import TINY
-from .conftest import random_params, spread, tiny
+from .conftest import spread, tiny
 
 # So few pages that requests give way to each other, also where two shards share the work.
 CONFIG = EngineConfig(
@@ -66,7 +67,7 @@ def family(name, data=1, model=1, *, num_heads=None):
     if num_heads is None:
         return tiny(name, data, model)
     config = dataclasses.replace(tiny(name)[0].config, num_heads=num_heads)
-    return spread(config, random_params(config), data, model)
+    return spread(config, Decoder(config).init(jax.random.key(0)), data, model)
 
 
 @pytest.fixture(scope="module")
