@@ -46,7 +46,7 @@ TOKENIZER_FILES = (
     "generation_config.json",
     GGUF_TOKENIZER,
 )
-_VERSION = 1
+_VERSION = 2
 
 # Most bytes in one piece of an array on disk. A device reads whole pieces.
 _CHUNK_BYTES = 16 << 20
@@ -217,12 +217,7 @@ def _head_axes(path: LeafPath) -> tuple[int, ...]:
 
     Orbax cuts the other leaves along their longest axes, if they are large.
     """
-    match path[-2:]:
-        case ("qkv", "weight"):
-            return (0,)
-        case ("out", "weight"):
-            return (1,)
-    return ()
+    return (0,) if path[-2:] == ("qkv", "weight") else ()
 
 
 def _batches(leaves: Iterable[Leaf], itemsize: int) -> Iterator[tuple[Leaf, ...]]:

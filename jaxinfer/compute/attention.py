@@ -44,7 +44,8 @@ class Attention(nn.Module):
         c = self.config
         B, T, D = x_BTD.shape
         K, G, H = c.num_kv_heads, c.group_size, c.head_dim
-        qkv_BTKJH = Linear((K, G + 2, H, D), use_bias=c.qkv_bias, name="qkv")(x_BTD)
+        project = Linear((K, G + 2, H, D), use_bias=c.qkv_bias, mesh=self.mesh, name="qkv")
+        qkv_BTKJH = project(x_BTD)
         qk_BTKJH = apply_rope(self._norm(qkv_BTKJH[..., : G + 1, :]), phases)
         q_BTNH = qk_BTKJH[..., :G, :].reshape(B, T, K * G, H)
         new_kv_BTKL = jnp.concatenate([qk_BTKJH[..., G, :], qkv_BTKJH[..., G + 1, :]], axis=-1)
@@ -82,8 +83,8 @@ class Attention(nn.Module):
             window,
             layer,
         )
-        out_BTD = Linear((D, K * G, H), contract=2, use_bias=c.out_bias, name="out")(out_BTNH)
-        return out_BTD, pages
+        out = Linear((D, K * G * H), use_bias=c.out_bias, name="out")
+        return out(out_BTNH.reshape(B, T, K * G * H)), pages
 
     def _norm(self, qk_BTKJH: Array) -> Array:
         """Queries and keys, normed head by head or all heads of a token together."""

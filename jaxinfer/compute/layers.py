@@ -6,14 +6,14 @@ are float32.
 
 from __future__ import annotations
 
-import math
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
+from jaxinfer.compute.sharding import param_spec, shard, spec
 from jaxinfer.config import ModelConfig
 
 # XLA:CPU has no fast 16-bit product for fewer rows, and rounds those differently; on TPU and GPU a
@@ -36,22 +36,19 @@ def weight(
     return module.get_variable("params", name)
 
 
-def matmul(x: Array, w: Array, *, contract: int = 1, merge: bool = True) -> Array:
-    """`x` times `w` over the last `contract` axes of both, float32: `[*x rows, *w out]`.
+def matmul(x: Array, w: Array) -> Array:
+    """`x` times `w` over the last axis of both, float32: `[*x rows, *w out]`.
 
-    `merge` multiplies by a matrix, whatever axes `w` has: far faster on CPU. It is impossible where
-    an output axis that is not the first is split over devices.
+    The product is one of matrices, whatever axes `w` has: of others XLA:CPU transposes the weight.
     """
-    rows, inner = x.shape[: x.ndim - contract], math.prod(x.shape[x.ndim - contract :])
+    rows, inner = x.shape[:-1], x.shape[-1]
     x_RI = x.reshape(-1, inner).astype(w.dtype)
     R = x_RI.shape[0]
     if w.dtype != jnp.float32 and R < MIN_ROWS:
         x_RI = jnp.pad(x_RI, ((0, MIN_ROWS - R), (0, 0)))
-    out = w.shape[: w.ndim - contract]
-    w = w.reshape(*((-1,) if merge else out), inner)
-    axes = (((1,), (w.ndim - 1,)), ((), ()))
-    y = lax.dot_general(x_RI, w, axes, preferred_element_type=jnp.float32)
-    return y[:R].reshape(*rows, *out)
+    axes = (((1,), (1,)), ((), ()))
+    y = lax.dot_general(x_RI, w.reshape(-1, inner), axes, preferred_element_type=jnp.float32)
+    return y[:R].reshape(*rows, *w.shape[:-1])
 
 
 def soft_cap(x: Array, cap: float | None) -> Array:
@@ -60,28 +57,25 @@ def soft_cap(x: Array, cap: float | None) -> Array:
 
 
 class Linear(nn.Module):
-    """A product with a weight of `shape` over its last `contract` axes, plus a bias if asked.
+    """A product with a weight of `shape` over its last axis, plus a bias if asked.
 
-    For `merge` see `matmul`.
+    `mesh`: what output axes of the weight are split over. Each shard then computes its own outputs:
+    a partitioner would not see that axes which `matmul` merges can stay split.
     """
 
     shape: tuple[int, ...]
-    contract: int = 1
     use_bias: bool = False
-    merge: bool = True
+    mesh: Mesh | None = None
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
-        split = len(self.shape) - self.contract
-        scale = math.prod(self.shape[split:]) ** -0.5
-        y = matmul(
-            x,
-            weight(self, "weight", self.shape, nn.initializers.normal(scale)),
-            contract=self.contract,
-            merge=self.merge,
-        )
+        init = nn.initializers.normal(self.shape[-1] ** -0.5)
+        split = param_spec(self.name or "", "weight", len(self.shape))
+        rows = spec("rows", *(None,) * (x.ndim - 2))
+        product = shard(matmul, self.mesh, in_specs=(rows, split), out_specs=P(*rows, *split[:-1]))
+        y = product(x, weight(self, "weight", self.shape, init))
         if self.use_bias:
-            y += weight(self, "bias", self.shape[:split], nn.initializers.zeros)
+            y += weight(self, "bias", self.shape[:-1], nn.initializers.zeros)
         return y
 
 
@@ -130,10 +124,8 @@ class MLP(nn.Module):
         D, F = c.hidden_size, c.intermediate_size
         act = ACTIVATIONS[c.activation]
         if c.gated_mlp:
-            gate_up = Linear(
-                (2, F, D), use_bias=c.mlp_bias, merge=self.mesh is None, name="gate_up"
-            )(x)
+            gate_up = Linear((2, F, D), use_bias=c.mlp_bias, mesh=self.mesh, name="gate_up")(x)
             hidden = act(gate_up[..., 0, :]) * gate_up[..., 1, :]
         else:
-            hidden = act(Linear((F, D), use_bias=c.mlp_bias, name="up")(x))
+            hidden = act(Linear((F, D), use_bias=c.mlp_bias, mesh=self.mesh, name="up")(x))
         return Linear((D, F), use_bias=c.mlp_bias, name="down")(hidden)

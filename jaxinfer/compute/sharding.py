@@ -41,7 +41,7 @@ PARAM_AXES: dict[str, dict[str, tuple[str | None, ...]]] = {
     "qkv": {"weight": ("kv_heads", None, None, None), "bias": ("kv_heads", None, None)},
     "q_norm": {"weight": ("kv_heads", None, None)},
     "k_norm": {"weight": ("kv_heads", None, None)},
-    "out": {"weight": (None, "heads", None)},
+    "out": {"weight": (None, "heads")},
     "gate_up": {"weight": (None, "ffn", None), "bias": (None, "ffn")},
     "up": {"weight": ("ffn", None), "bias": ("ffn",)},
     "down": {"weight": (None, "ffn")},

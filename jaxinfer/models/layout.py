@@ -129,8 +129,7 @@ class Layout:
         if config.qk_norm is not None:
             yield from self._qk_norms(config, inner, prefix)
         out = f"{prefix}{names.out}"
-        weight = Part(f"{out}.weight", (D, N * H), (D, N, H))
-        yield Leaf((*inner, "out", "weight"), (D, N, H), (weight,))
+        yield whole((*inner, "out", "weight"), f"{out}.weight", (D, N * H))
         if config.out_bias:
             yield whole((*inner, "out", "bias"), f"{out}.bias", (D,))
         if config.post_norm:

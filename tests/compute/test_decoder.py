@@ -163,7 +163,7 @@ def plain_logits(config, params, ids):
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         heads.append(weights / weights.sum(-1, keepdims=True) @ qkv[:, k, G + 1])
     out = layer["attention"]["out"]
-    x = x + np.einsum("tnh,dnh->td", np.stack(heads, 1), out["weight"]) + out.get("bias", 0.0)
+    x = x + np.concatenate(heads, axis=1) @ out["weight"].T + out.get("bias", 0.0)
     gate_up = linear(norm(x, layer["mlp_norm"]), layer["mlp"], "gate_up")
     gate, up = gate_up[:, 0], gate_up[:, 1]
     x = x + linear(gate / (1 + np.exp(-gate)) * up, layer["mlp"], "down")

@@ -15,6 +15,8 @@ from jaxinfer.bench.compiled import bytes_of, compile_for
 from jaxinfer.compute import Decoder, init_cache, stack_layers
 from jaxinfer.compute import sharding as sh
 from jaxinfer.config import RopeConfig
+from jaxinfer.models import NAMED_SHAPES
+from scripts.bench_sharded import make_step
 
 from ..conftest import TINY_NAMES
 from .conftest import random_params, spread, tiny
@@ -147,8 +149,19 @@ def test_two_all_reduces_a_layer_and_one_for_the_embedding(data, model):
     assert {one.num_bytes for one in exchanges} == {8 // data * config.hidden_size * 4}
     cache_bytes = bytes_of(cache) // (data * model)
     assert program.alias_bytes == cache_bytes
-    smallest = min(leaf.size * 4 for leaf in jax.tree.leaves(params) if leaf.ndim > 1)
-    assert not program.moved(min(cache_bytes // config.num_layers, smallest // model))
+    assert not program.moved(cache_bytes // config.num_layers)
+
+
+@pytest.mark.parametrize(("data", "model"), [(1, 8), pytest.param(4, 2, marks=pytest.mark.slow)])
+def test_a_step_of_llama_3_8b_copies_nothing_large(data, model):
+    """Two of its layers: the others are the same."""
+    config = dataclasses.replace(NAMED_SHAPES["llama-3-8b"], num_layers=2)
+    step = make_step(config, ParallelConfig(data=data, model=model), jax.devices(), stacked=False)
+    program = step.compile()
+    assert {one.operation for one in program.exchanges()} == {"all-reduce"}
+    assert len(program.exchanges()) == 2 * config.num_layers + 1
+    assert program.alias_bytes >= step.cache_bytes
+    assert not program.moved(8 << 20)
 
 
 def test_gradients_are_those_of_one_device():
