@@ -4,9 +4,10 @@
 
 For each number of shards it compiles one decode step of the shape in bfloat16, from the newest
 tokens to the logits, and once more with the sampler, to the next tokens. It prints the bytes that
-each device holds (weights, cache, what the steps need besides and what attention alone does), and
-how often devices exchange anything. The cache must be updated in place, else the exit code is 1.
-Times can be had on devices only. Needs the package libtpu (`pip install '.[tpu]'`).
+each device holds (weights, cache, what the steps need besides), those that the step to the logits
+copies in pieces of 8 MiB or more, and how often devices exchange anything. The cache must be
+updated in place, else the exit code is 1. Times can be had on devices only. Needs the package
+libtpu (`pip install '.[tpu]'`).
 """
 
 from __future__ import annotations
@@ -24,14 +25,15 @@ import jax.numpy as jnp
 from jaxinfer import CacheConfig, ModelConfig, ParallelConfig, SamplingParams, compute
 from jaxinfer.bench.compiled import Program, bytes_of, compile_for, tpu_devices
 from jaxinfer.compute import sharding
-from jaxinfer.models import NAMED_SHAPES
-from pallas_kernels.paged_attention import paged_attention
+from jaxinfer.config import require
+from jaxinfer.models import named_shape
 
 HEADING = """\
-               |  MB of a device   |  besides, MB, to the         | exchanges of
-shape       TP | weights     cache | logits   tokens   attention  | a layer   other   sampler"""
+               |  MB of a device   | besides, MB, to the | copied | exchanges of
+shape       TP | weights     cache | logits       tokens | MB     | a layer   other   sampler"""
 ROW = "{:11} {:2} | {:7.0f} {:9.0f} | {}"
-NEEDS = "{:6.1f} {:8.1f} {:11.1f}  | {:7} {:7} {:9}"
+NEEDS = "{:6.1f} {:12.1f} | {:6.1f} | {:7} {:7} {:9}"
+LARGE = 8 << 20  # bytes of a copy that is one of weights or of the cache
 
 
 @dataclass(frozen=True)
@@ -42,10 +44,15 @@ class Step:
     operands: tuple[Any, ...]
     weight_bytes: int
     cache_bytes: int
+    state_bytes: int
     platform: str
 
     def compile(self) -> Program:
         return compile_for(self.platform, self.jitted, *self.operands)
+
+    def is_in_place(self, program: Program) -> bool:
+        """Whether results take the memory of the whole cache and of all that stands in rows."""
+        return program.alias_bytes >= self.cache_bytes + self.state_bytes
 
 
 def make_step(
@@ -66,7 +73,13 @@ def make_step(
         stacked: scan the layers, as TPUs like it; else unroll them.
         sampler: a decode step up to the next tokens; else the step ends with the logits of each
             row's last token.
+
+    Raises ValueError if `page_size` does not divide `context`, or the model cannot be split so.
     """
+    require(
+        context % page_size == 0,
+        f"context={context} is no multiple of page_size={page_size}. Choose one that is.",
+    )
     mesh = sharding.mesh_over(parallel, devices)
     platform = devices[0].platform
     config = sharding.fit_config(config, parallel.model)
@@ -79,36 +92,34 @@ def make_step(
     if stacked:
         params = jax.eval_shape(compute.stack_layers, params)
     state = _shapes_of_state(rows, width, config.vocab_size)
-
-    def decode(params, cache, state):
-        cache, state, output = compute.decode_step(model, params, cache, state)
-        return cache, state, output.tokens_BW
-
-    def forward(params, cache, state):
-        tokens_BT = jnp.repeat(state.tokens_B[:, None], num_tokens, axis=1)
-        query_lens_B = jnp.full_like(state.context_lens_B, num_tokens)
-        where = state.page_table_BM, state.context_lens_B, query_lens_B
-        cache, x_BTD = model(params, cache, tokens_BT, *where)
-        return cache, state, model.unembed(params, x_BTD[:, -1])
-
+    operands = params, cache, state
     param_specs = sharding.param_specs(params)
     cache_specs, state_specs = sharding.cache_spec(cache), sharding.state_spec(state)
     in_specs = (param_specs, cache_specs, state_specs)
-    rows_spec = sharding.spec("rows") if sampler else sharding.spec("rows", "vocab")
-    out_specs = (cache_specs, state_specs, rows_spec)
+    last = sharding.spec("rows") if sampler else sharding.spec("rows", "vocab")
+    out_specs = (cache_specs, state_specs, last)
+    function = _decode if sampler else functools.partial(_forward, num_tokens=num_tokens)
+    places = sharding.shardings(mesh, in_specs)
     jitted = jax.jit(
-        sharding.over_data(decode if sampler else forward, mesh, in_specs, out_specs),
-        in_shardings=sharding.shardings(mesh, in_specs),
+        sharding.over_data(functools.partial(function, model), mesh, in_specs, out_specs),
+        in_shardings=places,
         out_shardings=sharding.shardings(mesh, out_specs),
         donate_argnums=(1, 2),
     )
-    return Step(
-        jitted,
-        (params, cache, state),
-        bytes_of(params, sharding.shardings(mesh, param_specs)),
-        bytes_of(cache, sharding.shardings(mesh, cache_specs)),
-        platform,
-    )
+    return Step(jitted, operands, *map(bytes_of, operands, places), platform)
+
+
+def _decode(model, params, cache, state):
+    cache, state, output = compute.decode_step(model, params, cache, state)
+    return cache, state, output.tokens_BW
+
+
+def _forward(model, params, cache, state, *, num_tokens):
+    tokens_BT = jnp.repeat(state.tokens_B[:, None], num_tokens, axis=1)
+    query_lens_B = jnp.full_like(state.context_lens_B, num_tokens)
+    where = state.page_table_BM, state.context_lens_B, query_lens_B
+    cache, x_BTD = model(params, cache, tokens_BT, *where)
+    return cache, state, model.unembed(params, x_BTD[:, -1])
 
 
 def _shapes_of_params(config: ModelConfig) -> Any:
@@ -127,34 +138,6 @@ def _shapes_of_state(rows: int, width: int, vocab_size: int) -> compute.DecodeSt
     return compute.DecodeState(per_row, per_row, per_row, table, sampling)
 
 
-def attention_temp(
-    config: ModelConfig, num_shards: int, device: Any, *, num_rows: int, context: int, page_size=32
-) -> int:
-    """Bytes that the attention of one layer needs besides its arguments, on one of `num_shards`."""
-    config = sharding.fit_config(config, num_shards)
-    N, K = config.num_heads // num_shards, config.num_kv_heads // num_shards
-    H, width = config.head_dim, context // page_size
-    local = replace(config, num_heads=N, num_kv_heads=K)
-    pages = CacheConfig(num_pages=num_rows * width, page_size=page_size, dtype="bfloat16")
-    cache = jax.eval_shape(
-        functools.partial(compute.init_cache, local, pages, platform=device.platform)
-    )
-    shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
-    number = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
-    one = jax.sharding.SingleDeviceSharding(device)
-    program = compile_for(
-        device.platform,
-        jax.jit(paged_attention, donate_argnums=2, in_shardings=one, out_shardings=one),
-        shape((num_rows, 1, N, H)),
-        shape((num_rows, 1, K, 2 * H)),
-        cache.pages[0],
-        number((num_rows, width)),
-        number((num_rows,)),
-        number((num_rows,)),
-    )
-    return program.temp_bytes
-
-
 def main(argv: list[str] | None = None) -> int:
     """The exit code; prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
@@ -166,11 +149,11 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     devices = tpu_devices(args.topology)
     sizes = dict(num_rows=args.num_rows, context=args.context)
-    is_in_place = True
+    all_in_place = True
     print(f"{args.topology}, {args.num_rows} rows of {args.context} tokens, bfloat16")
     print(HEADING)
     for name in args.shapes.split(","):
-        config = NAMED_SHAPES[name]
+        config = named_shape(name)
         for count in map(int, args.model.split(",")):
             parallel = ParallelConfig(model=count)
             step = make_step(config, parallel, devices, **sizes)
@@ -182,20 +165,20 @@ def main(argv: list[str] | None = None) -> int:
                     raise
                 needs = "does not fit"
             else:
-                is_in_place &= min(program.alias_bytes, whole.alias_bytes) >= step.cache_bytes
+                all_in_place &= step.is_in_place(program) and step.is_in_place(whole)
                 exchanges = program.exchanges()
                 of_a_layer = [one for one in exchanges if one.computation in program.loops]
                 needs = NEEDS.format(
                     program.temp_bytes / 1e6,
                     whole.temp_bytes / 1e6,
-                    attention_temp(config, count, devices[0], **sizes) / 1e6,
+                    sum(copy.num_bytes for copy in program.moved(LARGE)) / 1e6,
                     len(of_a_layer),
                     len(exchanges) - len(of_a_layer),
                     len(whole.exchanges()) - len(exchanges),
                 )
             weights, cache = step.weight_bytes / 1e6, step.cache_bytes / 1e6
             print(ROW.format(name, count, weights, cache, needs), flush=True)
-    return 0 if is_in_place else 1
+    return 0 if all_in_place else 1
 
 
 if __name__ == "__main__":

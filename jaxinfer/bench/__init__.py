@@ -1,1 +1,1 @@
-"""Traffic replayed against an engine, programs as XLA compiled them: what was measured of them."""
+"""What traffic through an engine costs, and what XLA made of a program."""

@@ -114,12 +114,12 @@ def load(
     Raises ValueError, before it reads a weight, if the model cannot be split so.
     """
     from jaxinfer.compute.decoder import Decoder  # noqa: PLC0415 (flax, which opening never needs)
-    from jaxinfer.compute.sharding import fit_config, make_mesh  # noqa: PLC0415
+    from jaxinfer.compute.sharding import fit_config, make_mesh, num_model_shards  # noqa: PLC0415
 
     require(parallel is None or mesh is None, "Both parallel and mesh are given. Choose one.")
     mesh = make_mesh(parallel) if parallel is not None else mesh
     checkpoint = open_checkpoint(resolve(str(model)))
-    config = fit_config(checkpoint.config, 1 if mesh is None else mesh.shape["model"])
+    config = fit_config(checkpoint.config, num_model_shards(mesh))
     return Decoder(config, mesh=mesh), load_params(checkpoint, dtype=dtype, mesh=mesh)
 
 
@@ -191,21 +191,21 @@ def _on_mesh(
     """Where each leaf is to go; and of those with kv heads to repeat, which go whole to every
     device, what then makes the params' leaf of them.
     """
-    from jaxinfer.compute.sharding import fit_config, param_spec, repeat_kv_heads  # noqa: PLC0415
+    from jaxinfer.compute import sharding as sh  # noqa: PLC0415 (flax, which opening never needs)
 
-    config = fit_config(checkpoint.config, mesh.shape["model"])
+    config = sh.fit_config(checkpoint.config, sh.num_model_shards(mesh))
     places: dict[LeafPath, jax.sharding.Sharding] = {}
     repeats: dict[LeafPath, Callable[[jax.Array], jax.Array]] = {}
     repeat = functools.cache(  # one program serves the leaves of all layers
         lambda module, out: jax.jit(
-            functools.partial(repeat_kv_heads, module, config=config), out_shardings=out
+            functools.partial(sh.repeat_kv_heads, module, config=config), out_shardings=out
         )
     )
     for leaf in checkpoint.leaves:
         module, kind = map(str, leaf.path[-2:])
-        place = NamedSharding(mesh, param_spec(module, kind, len(leaf.shape)))
+        place = NamedSharding(mesh, sh.param_spec(module, kind, len(leaf.shape)))
         places[leaf.path] = place
-        if config != checkpoint.config and module in ("qkv", "q_norm", "k_norm"):
+        if config != checkpoint.config and sh.has_kv_heads(module, len(leaf.shape)):
             places[leaf.path] = NamedSharding(mesh, PartitionSpec())
             repeats[leaf.path] = repeat(module, place)
     return places, repeats

@@ -48,8 +48,9 @@ TOKENIZER_FILES = (
 )
 _VERSION = 2
 
-# Most bytes in one piece of an array on disk. A device reads whole pieces.
-_CHUNK_BYTES = 16 << 20
+# Most bytes in one piece of an array on disk. A device reads whole pieces, and those of larger ones
+# would span all columns of a matrix, of which it may need an eighth.
+_CHUNK_BYTES = 2 << 20
 # Leaves are read together up to so many bytes: a call costs about 50 ms, whatever it reads.
 _BATCH_BYTES = 256 << 20
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxinfer.compute.sharding import cache_spec, is_mapped, num_shards, shardings
+from jaxinfer.compute.sharding import cache_spec, is_mapped, num_data_shards, shardings
 from jaxinfer.compute.types import KVCache
 from jaxinfer.config import CacheConfig, ModelConfig
 from pallas_kernels.paged_attention import PageSpec
@@ -24,16 +24,13 @@ def init_cache(
 
     Takes `num_layers * num_pages * page bytes` of device memory, all of it now, and on a mesh as
     much for each shard along `data`: split over `model`. Safe to call inside `jit`. The pages are
-    those that `platform` wants; None: the default backend.
+    those that `platform` wants; None: that of the mesh, without one the default backend.
     """
+    default = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
     spec = PageSpec.of(
-        config.num_kv_heads,
-        cache.page_size,
-        config.head_dim,
-        cache.dtype,
-        platform or jax.default_backend(),
+        config.num_kv_heads, cache.page_size, config.head_dim, cache.dtype, platform or default
     )
-    shape = spec.shape(cache.num_pages * num_shards(mesh, "data"))
+    shape = spec.shape(cache.num_pages * num_data_shards(mesh))
 
     def zeros() -> KVCache:
         if stacked:

@@ -15,7 +15,12 @@ from jax.sharding import Mesh
 from jaxinfer.compute.attention import Attention
 from jaxinfer.compute.layers import ACTIVATIONS, MLP, matmul, residual_norm, soft_cap
 from jaxinfer.compute.rope import rope_phases
-from jaxinfer.compute.sharding import AXES, fit_config, param_shardings
+from jaxinfer.compute.sharding import (
+    fit_config,
+    num_data_shards,
+    num_model_shards,
+    param_shardings,
+)
 from jaxinfer.compute.tiles import map_tiles
 from jaxinfer.compute.types import KVCache
 from jaxinfer.config import ModelConfig, require
@@ -77,18 +82,12 @@ class Decoder:
             "batch_invariant=True holds on one device only: sums over several are taken in another "
             "order. Leave it off, or leave out the mesh.",
         )
-        if self.mesh is not None:
-            require(
-                self.mesh.axis_names == AXES,
-                f"The mesh has the axes {self.mesh.axis_names} and needs {AXES}. "
-                "Make it with make_mesh.",
-            )
-            fitting = fit_config(self.config, self.mesh.shape["model"])
-            require(
-                fitting == self.config,
-                f"Each of {fitting.num_kv_heads} shards needs a kv head, and the model has "
-                f"{self.config.num_kv_heads}. Load it with the mesh, which repeats them.",
-            )
+        fitting = fit_config(self.config, num_model_shards(self.mesh))
+        require(
+            fitting == self.config,
+            f"Each of {fitting.num_kv_heads} shards needs a kv head, and the model has "
+            f"{self.config.num_kv_heads}. Load it with the mesh, which repeats them.",
+        )
         require(
             self.attention is None or self.attention in IMPLEMENTATIONS,
             f"attention={self.attention!r} is unknown. "
@@ -140,8 +139,15 @@ class Decoder:
     ) -> tuple[KVCache, Array]:
         """`(cache, x_BTD)`: the tokens' keys and values written, and their final hidden states.
 
-        Of tokens from `query_lens_B` on the states mean nothing.
+        Of tokens from `query_lens_B` on the states mean nothing. Raises ValueError if the data
+        shards of the mesh cannot share the rows out.
         """
+        shards = num_data_shards(self.mesh)
+        require(
+            tokens_BT.shape[0] % shards == 0,
+            f"The batch has {tokens_BT.shape[0]} rows, and the mesh has {shards} data shards. Fill "
+            "it up with rows of query length 0.",
+        )
         compute = self._tile_by_tile if self.batch_invariant else self._compute
         return compute(params, cache, tokens_BT, page_table_BM, context_lens_B, query_lens_B)
 

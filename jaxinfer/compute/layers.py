@@ -60,7 +60,8 @@ class Linear(nn.Module):
     """A product with a weight of `shape` over its last axis, plus a bias if asked.
 
     `mesh`: what output axes of the weight are split over. Each shard then computes its own outputs:
-    a partitioner would not see that axes which `matmul` merges can stay split.
+    a partitioner would not keep axes split that `matmul` merges, and XLA would copy a layer out of
+    stacked weights before it multiplies.
     """
 
     shape: tuple[int, ...]

@@ -2,8 +2,8 @@
 
 A mesh has two axes. `data` splits requests: rows of a batch and pages of the cache, which a page
 table names by their number within the shard. `model` splits what the weights compute: heads,
-feed-forward columns, vocabulary. `jax.jit` places the products by the shardings of their operands;
-attention and sampling, which a partitioner would take apart badly, are mapped with `shard`.
+feed-forward columns, vocabulary. `jax.jit` partitions by the shardings of operands; attention, the
+products of fused weights and sampling, which it would take apart badly, are mapped with `shard`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -59,23 +60,35 @@ def make_mesh(parallel: ParallelConfig, devices: Sequence[Any] | None = None) ->
 
 
 def mesh_over(parallel: ParallelConfig, devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh of the first `data * model` devices (None: of this process's platform), neighbours
-    along `model`.
+    """A mesh of the first `data * model` devices (None: of JAX's default platform).
 
-    Raises ValueError if there are fewer.
+    If they are all, they are ordered by how they are connected. Raises ValueError if there are
+    fewer.
     """
-    devices = jax.devices() if devices is None else devices
+    devices = list(jax.devices() if devices is None else devices)
     require(
         len(devices) >= parallel.num_devices,
         f"ParallelConfig(data={parallel.data}, model={parallel.model}) takes "
         f"{parallel.num_devices} devices, and there are {len(devices)}. Lower one of them.",
     )
-    return jax.make_mesh(
-        (parallel.data, parallel.model),
-        AXES,
-        axis_types=(AxisType.Auto, AxisType.Auto),
-        devices=devices[: parallel.num_devices],
+    shape, types = (parallel.data, parallel.model), (AxisType.Auto, AxisType.Auto)
+    if len(devices) == parallel.num_devices:
+        return jax.make_mesh(shape, AXES, axis_types=types, devices=devices)
+    # JAX orders whole boxes of a TPU slice only, and three devices of one are none.
+    first = np.array(devices[: parallel.num_devices]).reshape(shape)
+    return Mesh(first, AXES, axis_types=types)
+
+
+def num_model_shards(mesh: Mesh | None) -> int:
+    """How many shards the weights of a mesh have; raises ValueError unless it has our axes."""
+    if mesh is None:
+        return 1
+    require(
+        mesh.axis_names == AXES and set(mesh.axis_types) == {AxisType.Auto},
+        f"The mesh has the axes {dict(zip(mesh.axis_names, mesh.axis_types))} and needs "
+        f"{' and '.join(AXES)}, both AxisType.Auto. Make it with make_mesh.",
     )
+    return mesh.shape["model"]
 
 
 def fit_config(config: ModelConfig, num_shards: int) -> ModelConfig:
@@ -102,13 +115,18 @@ def fit_config(config: ModelConfig, num_shards: int) -> ModelConfig:
     return dataclasses.replace(config, num_kv_heads=max(kv_heads, num_shards))
 
 
+def has_kv_heads(module: str, ndim: int) -> bool:
+    """Whether the first axis of a leaf of that attention module are the kv heads."""
+    return module in ("qkv", "q_norm", "k_norm") and ndim >= 3
+
+
 def repeat_kv_heads(module: str, leaf: Array, config: ModelConfig) -> Array:
     """`leaf` of the attention module of that name, with each kv head as often as `config` has it.
 
     Each copy takes its share of the head's queries with it, so the order of query heads stays.
     """
     K = config.num_kv_heads
-    if leaf.shape[0] == K or leaf.ndim < 3 or module not in ("qkv", "q_norm", "k_norm"):
+    if not has_kv_heads(module, leaf.ndim) or leaf.shape[0] == K:
         return leaf
     old, rest = leaf.shape[0], leaf.shape[2:]
 
@@ -183,15 +201,12 @@ def shardings(mesh: Mesh, specs: Any) -> Any:
 
 def is_mapped(axis: str) -> bool:
     """Whether what is traced now is one shard's part along the mesh axis `axis`."""
-    context = jax.sharding.get_abstract_mesh()
-    return AxisType.Manual in (
-        kind for name, kind in zip(context.axis_names, context.axis_types) if name == axis
-    )
+    return axis in jax.sharding.get_abstract_mesh().manual_axes
 
 
-def num_shards(mesh: Mesh | None, axis: str) -> int:
-    """How many shards along `axis` make up the arrays that are traced now."""
-    return 1 if mesh is None or is_mapped(axis) else mesh.shape[axis]
+def num_data_shards(mesh: Mesh | None) -> int:
+    """How many shards along `data` make up the arrays that are traced now."""
+    return 1 if mesh is None or is_mapped("data") else mesh.shape["data"]
 
 
 def any_row(mesh: Mesh | None, holds_B: Array) -> Array:
@@ -233,16 +248,17 @@ def _map(
     """`function` mapped over `axes`, as far as it is not within a map over them already."""
     axes = {axis for axis in axes if not is_mapped(axis)}
 
+    def narrow(one: P) -> P:
+        names = (name if isinstance(name, tuple) else (name,) for name in one)
+        return P(*(tuple(name for name in some if name in axes) or None for some in names))
+
     def narrowed(specs: Any) -> Any:
-        return jax.tree.map(
-            lambda one: P(*(axis if axis in axes else None for axis in one)),
-            specs,
-            is_leaf=lambda one: isinstance(one, P),
-        )
+        return jax.tree.map(narrow, specs, is_leaf=lambda one: isinstance(one, P))
 
     return jax.shard_map(
         function,
-        mesh=mesh if jax.sharding.get_abstract_mesh().empty else None,
+        # Within another map JAX knows the mesh, of which some axes are taken.
+        mesh=None if jax.sharding.get_abstract_mesh().manual_axes else mesh,
         in_specs=narrowed(in_specs),
         out_specs=narrowed(out_specs),
         axis_names=axes,

@@ -50,7 +50,7 @@ class Vocabulary:
         """
         width = values_BV.shape[1]
         places = ids - self.start(values_BV)
-        return jnp.where((places < 0) | (ids < 0) | (places >= width), width, places)
+        return jnp.where((places < 0) | (places >= width), width, places)
 
     def at(self, values_BV: jax.Array, ids_B: jax.Array) -> jax.Array:
         """The values [B] of ids that exist."""
@@ -58,7 +58,7 @@ class Vocabulary:
             return jnp.take_along_axis(values_BV, ids_B[:, None], axis=1)[:, 0]
         places_B1 = self.places(values_BV, ids_B)[:, None]
         found_B1 = jnp.take_along_axis(values_BV, places_B1, axis=1, mode="clip")
-        return self.sum(jnp.where(places_B1 < values_BV.shape[1], found_B1, 0), keepdims=False)
+        return self.sum(jnp.where(places_B1 < values_BV.shape[1], found_B1, 0))
 
     def max(self, values_BV: jax.Array, *, keepdims: bool = False) -> jax.Array:
         """The largest value of each row."""
@@ -70,9 +70,9 @@ class Vocabulary:
         least = jnp.min(values_BV, axis=-1)
         return least if self.columns is None else lax.pmin(least, self.columns)
 
-    def sum(self, values_BV: jax.Array, *, keepdims: bool = False) -> jax.Array:
+    def sum(self, values_BV: jax.Array) -> jax.Array:
         """The sum of each row."""
-        return self.total(jnp.sum(values_BV, axis=-1, keepdims=keepdims))
+        return self.total(jnp.sum(values_BV, axis=-1))
 
     def total(self, sums_B: jax.Array) -> jax.Array:
         """The sums over all columns, of those over the columns here."""

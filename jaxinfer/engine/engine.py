@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxinfer.compute.decoder import Decoder, Params
 from jaxinfer.compute.logits import LogitsHook
-from jaxinfer.compute.sharding import num_shards
+from jaxinfer.compute.sharding import num_data_shards
 from jaxinfer.compute.types import DecodeState, StepOutput
 from jaxinfer.config import EngineConfig, require
 from jaxinfer.engine.batching import request_row
@@ -95,7 +95,7 @@ class Engine:
         self.eos_ids = tuple(model.config.eos_ids if eos_ids is None else eos_ids)
         windows = model.config.windows
         window = max((w for w in windows if w), default=None) if all(windows) else None
-        num_data = num_shards(model.mesh, "data")
+        num_data = num_data_shards(model.mesh)
         self.scheduler = Scheduler(config, window, num_data)
         self.observer: Observer | None = None  # told of all work from then on, once it is set
         empty = Request(id="", prompt_ids=(), params=SamplingParams(temperature=0.0), seed=0)

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxinfer.compute.cache import init_cache
 from jaxinfer.compute.decoder import Decoder, Params, are_stacked
 from jaxinfer.compute.logits import LogitsHook
-from jaxinfer.compute.sharding import num_shards, spec, state_spec
+from jaxinfer.compute.sharding import num_data_shards, spec, state_spec
 from jaxinfer.compute.types import DecodeState, Logprobs, StepOutput
 from jaxinfer.config import EngineConfig, require
 from jaxinfer.engine import device
@@ -45,7 +45,7 @@ class Executor:
         logits_hook: LogitsHook | None = None,
     ):
         self.num_rows = config.max_num_seqs
-        self.num_shards = num_shards(model.mesh, "data")
+        self.num_shards = num_data_shards(model.mesh)
         self.decode_sizes = decode_sizes(config.max_num_seqs)
         if config.batch_invariant:
             _check_platform()
@@ -134,6 +134,7 @@ class Executor:
 
     def map_pages(self, entries_C3: np.ndarray) -> None:
         """Returns None; page tables hold (row, index, page) `[num_starts, 3]` where row is one."""
+        # Put by hand: it is all that steady decoding sends, and a transfer guard shows the rest.
         entries = self._put(entries_C3, spec("rows"))
         self._state = self._programs["map_pages",](self._state, entries)
 

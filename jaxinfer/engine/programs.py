@@ -18,7 +18,7 @@ from jaxinfer.compute.decoder import Decoder, Params
 from jaxinfer.compute.logits import LogitsHook
 from jaxinfer.compute.sharding import (
     cache_spec,
-    num_shards,
+    num_data_shards,
     over_data,
     param_specs,
     shardings,
@@ -75,7 +75,7 @@ class Programs:
         self._num_words, self._num_starts = num_words, num_starts
         self._max_model_len = config.max_model_len
         self._mesh = model.mesh
-        self._shards = num_shards(model.mesh, "data")
+        self._shards = num_data_shards(model.mesh)
         hidden = (self._shards * num_hidden, model.config.hidden_size)
         self._hidden = jax.ShapeDtypeStruct(hidden, jnp.float32)
         common = dict(logits_hook=logits_hook, max_logprobs=config.max_logprobs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.bench.compiled import Program, Result, bytes_of, compile_for, read_program
+from jaxinfer.bench.compiled import bytes_of, compile_for, read_program
 
 
 class Text:
@@ -77,5 +77,3 @@ def test_a_donated_argument_is_an_alias_and_a_second_use_a_copy():
     copied = compile_for("cpu", jax.jit(step), cache, row)
     assert copied.alias_bytes == 0
     assert [one.arrays for one in copied.moved(2**20)] == [(("f32", (1024, 256)),)]
-    assert isinstance(copied, Program)
-    assert all(isinstance(one, Result) for one in copied.results)

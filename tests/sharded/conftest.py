@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import numpy as np
 
@@ -42,12 +44,20 @@ def spread(config, params, data=1, model=1):
         return Decoder(config), params
     config = sh.fit_config(config, model)
 
-    def repeated(module, leaves):
-        return {kind: sh.repeat_kv_heads(module, leaf, config) for kind, leaf in leaves.items()}
-
-    layers = tuple(
-        layer | {"attention": {m: repeated(m, x) for m, x in layer["attention"].items()}}
-        for layer in params["layers"]
+    params = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: sh.repeat_kv_heads(path[-2].key, leaf, config), params
     )
-    params = params | {"layers": layers}
     return Decoder(config, mesh=mesh), jax.device_put(params, sh.param_shardings(mesh, params))
+
+
+def family(name, data=1, model=1, *, num_heads=None):
+    """`(model, params)` of a tiny checkpoint; of random weights, where it has other heads."""
+    if num_heads is None:
+        return tiny(name, data, model)
+    config = dataclasses.replace(tiny(name)[0].config, num_heads=num_heads)
+    return spread(config, Decoder(config).init(jax.random.key(0)), data, model)
+
+
+def fitting_heads(name, model):
+    """The `num_heads` of a `family` that so many shards can split."""
+    return None if tiny(name)[0].config.num_heads % model == 0 else 8

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import jax
@@ -10,10 +9,9 @@ import numpy as np
 import pytest
 
 from jaxinfer import Engine, EngineConfig, ParallelConfig, SamplingParams, load
-from jaxinfer.compute import Decoder
 
 from ..conftest import TINY
-from .conftest import spread, tiny
+from .conftest import family, fitting_heads, tiny
 
 # So few pages that requests give way to each other, also where two shards share the work.
 CONFIG = EngineConfig(
@@ -60,14 +58,6 @@ def serve(engine):
         if requests[3].output_ids:
             engine.cancel(requests[3].id)
     return requests
-
-
-def family(name, data=1, model=1, *, num_heads=None):
-    """`(model, params)` of a tiny checkpoint; of random weights, where it has other heads."""
-    if num_heads is None:
-        return tiny(name, data, model)
-    config = dataclasses.replace(tiny(name)[0].config, num_heads=num_heads)
-    return spread(config, Decoder(config).init(jax.random.key(0)), data, model)
 
 
 @pytest.fixture(scope="module")
@@ -134,8 +124,7 @@ LAYOUTS = [(1, 2), (1, 4), (1, 8), (2, 1), (4, 1), (4, 2)]
 @pytest.mark.parametrize(("data", "model"), LAYOUTS)
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
 def test_every_layout_and_family(alone, name, data, model):
-    num_heads = tiny(name)[0].config.num_heads
-    num_heads = None if num_heads % model == 0 else 8
+    num_heads = fitting_heads(name, model)
     engine = Engine(*family(name, data, model, num_heads=num_heads), CONFIG)
     requests = serve(engine)
     before, expected = alone(name, num_heads)
