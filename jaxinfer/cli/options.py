@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxinfer.config import DTYPES, EngineConfig, ParallelConfig
+from jaxinfer.config import DTYPES, EngineConfig, ParallelConfig, require
 from jaxinfer.sampling_params import LOGPROBS_MODES, SamplingParams
 
 
@@ -79,8 +79,11 @@ def join_biases(pairs: Sequence[tuple[int, float]]) -> dict[int, float]:
 def parse_parallel(text: str) -> ParallelConfig:
     """The devices of data=N,model=N, either or both."""
     try:
-        pairs = [part.split("=") for part in text.split(",")]
-        return ParallelConfig(**{name: int(count) for name, count in pairs})
+        counts: dict[str, int] = {}
+        for name, count in (part.split("=") for part in text.split(",")):
+            require(name.strip() not in counts, f"{name.strip()} is given twice")
+            counts[name.strip()] = int(count)
+        return ParallelConfig(**counts)
     except (ValueError, TypeError) as error:
         raise argparse.ArgumentTypeError(
             f"{text!r} does not say how many devices ({error}). Write it as data=2,model=4."

@@ -17,9 +17,9 @@ from jaxinfer.compute.layers import ACTIVATIONS, MLP, matmul, residual_norm, sof
 from jaxinfer.compute.rope import rope_phases
 from jaxinfer.compute.sharding import (
     fit_config,
-    num_data_shards,
     num_model_shards,
     param_shardings,
+    rows_per_shard,
 )
 from jaxinfer.compute.tiles import map_tiles
 from jaxinfer.compute.types import KVCache
@@ -142,12 +142,7 @@ class Decoder:
         Of tokens from `query_lens_B` on the states mean nothing. Raises ValueError if the data
         shards of the mesh cannot share the rows out.
         """
-        shards = num_data_shards(self.mesh)
-        require(
-            tokens_BT.shape[0] % shards == 0,
-            f"The batch has {tokens_BT.shape[0]} rows, and the mesh has {shards} data shards. Fill "
-            "it up with rows of query length 0.",
-        )
+        rows_per_shard(self.mesh, tokens_BT.shape[0])
         compute = self._tile_by_tile if self.batch_invariant else self._compute
         return compute(params, cache, tokens_BT, page_table_BM, context_lens_B, query_lens_B)
 

@@ -9,7 +9,7 @@ from jaxinfer.compute.cache import init_cache
 from jaxinfer.compute.decoder import Decoder, Params, are_stacked
 from jaxinfer.compute.logits import LogitsHook
 from jaxinfer.compute.sampling import advance, sample
-from jaxinfer.compute.sharding import num_data_shards
+from jaxinfer.compute.sharding import rows_per_shard
 from jaxinfer.compute.steps import decode_window, is_stop, prefill_step, start_decode
 from jaxinfer.compute.types import PrefillBatch, SamplingState
 from jaxinfer.config import CacheConfig
@@ -41,7 +41,7 @@ def generate(
     dtype = kv_dtype or str(params["embed"]["weight"].dtype)
     B, T = tokens_BT.shape
     pages_per_seq = -(-(T + max_tokens) // page_size)
-    num_pages = B * pages_per_seq // num_data_shards(model.mesh)  # each shard counts from 0
+    num_pages = rows_per_shard(model.mesh, B) * pages_per_seq  # each shard counts from 0
     table_BM = jnp.arange(B * pages_per_seq, dtype=jnp.int32).reshape(B, pages_per_seq) % num_pages
     cache = init_cache(
         model.config,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
@@ -207,6 +208,22 @@ def is_mapped(axis: str) -> bool:
 def num_data_shards(mesh: Mesh | None) -> int:
     """How many shards along `data` make up the arrays that are traced now."""
     return 1 if mesh is None or is_mapped("data") else mesh.shape["data"]
+
+
+def rows_per_shard(mesh: Mesh | None, num_rows: int) -> int:
+    """How many of a batch's rows each data shard has; ValueError if they cannot be shared out."""
+    shards = num_data_shards(mesh)
+    require(
+        num_rows % shards == 0,
+        f"The batch has {num_rows} rows, and the mesh has {shards} data shards. Fill it up with "
+        "rows of query length 0.",
+    )
+    return num_rows // shards
+
+
+def traced_for(mesh: Mesh | None) -> AbstractContextManager:
+    """A context in which programs are traced for `mesh`, whatever mesh the caller has set."""
+    return nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 
 def any_row(mesh: Mesh | None, holds_B: Array) -> Array:

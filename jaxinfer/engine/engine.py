@@ -230,6 +230,7 @@ class Engine:
             raise RuntimeError(
                 f"The engine stopped when a step failed ({self._failure!r}). Make a new one."
             )
+        self._executor.check_params()
         num_before = len(self._underway)
         try:
             plans = self.scheduler.schedule(time.perf_counter())

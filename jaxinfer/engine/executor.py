@@ -9,12 +9,18 @@ from typing import TypeVar
 import jax
 import numpy as np
 from jax import Array
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer.compute.cache import init_cache
 from jaxinfer.compute.decoder import Decoder, Params, are_stacked
 from jaxinfer.compute.logits import LogitsHook
-from jaxinfer.compute.sharding import num_data_shards, spec, state_spec
+from jaxinfer.compute.sharding import (
+    num_data_shards,
+    param_shardings,
+    spec,
+    state_spec,
+    traced_for,
+)
 from jaxinfer.compute.types import DecodeState, Logprobs, StepOutput
 from jaxinfer.config import EngineConfig, require
 from jaxinfer.engine import device
@@ -63,10 +69,11 @@ class Executor:
         self._num_steps = tuple(self._put(np.int32(n), spec()) for n in steps)
         self._decoding: tuple[np.ndarray, Array] | None = None
         self._prefill_shapes = prefill_shapes
-        self._params = params
-        self._cache = init_cache(
-            model.config, config.cache, stacked=are_stacked(params), mesh=model.mesh
-        )
+        self._params = params = _place(params, model.mesh)
+        with traced_for(model.mesh):
+            self._cache = init_cache(
+                model.config, config.cache, stacked=are_stacked(params), mesh=model.mesh
+            )
         num_rows = self.num_shards * self.num_rows
         self._state = jax.tree.map(
             lambda leaf, where: self._put(np.repeat(leaf, num_rows, axis=0), where),
@@ -109,13 +116,21 @@ class Executor:
             f"The new params are the tree {new_tree}, the old ones {tree}. Keep its structure.",
         )
         for (path, before), (_, after) in zip(old, new, strict=True):
-            kinds = [(x.shape, str(x.dtype), getattr(x, "sharding", None)) for x in (before, after)]
+            is_alike = before.shape == after.shape and before.dtype == after.dtype
             require(
-                kinds[0][:2] == kinds[1][:2] and _lie_alike(before, after),
-                f"The new params{jax.tree_util.keystr(path)} is {kinds[1]}, the old one "
-                f"{kinds[0]}. Keep shape, dtype and sharding.",
+                is_alike and _lie_alike(before, after),
+                f"The new params{jax.tree_util.keystr(path)} is {_describe(after)}, the old one "
+                f"{_describe(before)}. Keep shape, dtype and sharding.",
             )
         self._params = params
+
+    def check_params(self) -> None:
+        """Raises RuntimeError if the params were given away: JAX itself may crash on those."""
+        if jax.tree.leaves(self._params)[0].is_deleted():
+            raise RuntimeError(
+                "The params that the engine serves were donated to another program. Give it the "
+                "new ones with update_params before the next step."
+            )
 
     def write_row(self, shard: int, row: int, state: DecodeState) -> None:
         """Returns None; `row` of `shard` now holds the one-row numpy `state`."""
@@ -193,6 +208,30 @@ class Executor:
         self.num_fetches += 1
         self.wait_s += time.perf_counter() - start
         return fetched
+
+
+def _place(params: Params, mesh: Mesh | None) -> Params:
+    """`params` where the programs want them; the same arrays if they lie there already."""
+    if mesh is not None:
+        return jax.device_put(params, param_shardings(mesh, params))
+    params = jax.device_put(params)
+    num_devices = max(len(leaf.sharding.device_set) for leaf in jax.tree.leaves(params))
+    require(
+        num_devices == 1,
+        f"The params lie on {num_devices} devices, and the model has no mesh. Load both with the "
+        "same parallel or mesh.",
+    )
+    return params
+
+
+def _describe(array: Array) -> str:
+    """Shape, dtype and place, the devices in their order."""
+    place = getattr(array, "sharding", None)
+    if place is None:
+        return f"{array.dtype}{list(array.shape)} on the host"
+    indices = place.devices_indices_map(array.shape)
+    spec = getattr(place, "spec", "whole")
+    return f"{array.dtype}{list(array.shape)}, {spec} on devices {[d.id for d in indices]}"
 
 
 def _lie_alike(before: Array, after: Array) -> bool:

@@ -24,6 +24,7 @@ from jaxinfer.compute.sharding import (
     shardings,
     spec,
     state_spec,
+    traced_for,
 )
 from jaxinfer.compute.types import DecodeState, KVCache
 from jaxinfer.config import EngineConfig
@@ -142,9 +143,8 @@ class Programs:
         )
 
     def _compile(self, key: Key) -> jax.stages.Compiled:
-        lowered = self._functions[key[0]].lower(*self._arguments(key))
-        with self._cached.watching():
-            return lowered.compile()
+        with traced_for(self._mesh), self._cached.watching():
+            return self._functions[key[0]].lower(*self._arguments(key)).compile()
 
     def _arguments(self, key: Key) -> tuple[Any, ...]:
         """The shapes that the program of `key` takes."""

@@ -57,6 +57,7 @@ class Request:
         shard: which of the data shards it runs on, or ran last.
         row: its row of the decode batch there, and `pages` its pages in order of position, None for
             those that no later query sees; both only while it runs.
+        num_own: tokens that nobody was to compute for it when it was given its row.
         entry: of the prefix cache, for its last page registered there; None where it registers
             none.
         under_way: decode steps (1 for a first token) of each dispatch that was not read yet.
@@ -85,6 +86,7 @@ class Request:
     order: int = field(default=0, init=False)
     shard: int = field(default=0, init=False)
     row: int | None = field(default=None, init=False)
+    num_own: int = field(default=0, init=False)
     pages: list[int | None] = field(default_factory=list, init=False)
     entry: Entry | None = field(default=None, init=False, repr=False)
     under_way: deque[int] = field(default_factory=deque, init=False)

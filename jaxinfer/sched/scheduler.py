@@ -39,9 +39,8 @@ class Scheduler:
     """Closes the gap between known and computed tokens of every request, a step at a time.
 
     Whoever waits, waits in one queue, in the one order of precedence. The first goes to the shard
-    where the most of its tokens are there or about to be computed, of equal shards to that with the
-    most free pages, as soon as one has room for it; then the next. A request that had to give way
-    waits again in that queue, and may go on elsewhere.
+    where it costs least, see `_cheapest`, as soon as one has room for it; then the next. A request
+    that had to give way waits again in that queue, and may go on elsewhere.
 
     Args:
         window: keys that a query sees at most, if that holds in every layer; else None.
@@ -188,10 +187,10 @@ class Scheduler:
             fitting = list(self._fitting(request, spare))
             if not fitting:
                 break
-            shard, found, needed = self._best(request, fitting, spare)
+            (shard, found, needed), num_own = self._cheapest(request, fitting, spare)
             spare[shard.number] -= needed
             self._waiting.remove(request)
-            shard.run(request, found, now)
+            shard.run(request, found, num_own, now)
             admitted.append(request)
         self._waiting.overtake(admitted)
 
@@ -203,15 +202,26 @@ class Scheduler:
                 if needed <= spare[shard.number] or not shard.running:
                     yield shard, found, needed
 
-    def _best(self, request: Request, fitting: Sequence[Fit], spare: Sequence[int]) -> Fit:
-        """The one where the most pages of `request` are there or about to be, then of those with
-        the most free ones the first.
+    def _cheapest(
+        self, request: Request, fitting: Sequence[Fit], spare: Sequence[int]
+    ) -> tuple[Fit, int]:
+        """Where `request` costs least, and how many tokens of it are to be computed there.
+
+        Those count twice, as they also take pages and hold up whoever comes later; what the shard
+        has to do already counts once. So an idle shard is better than to share a short beginning,
+        and to share a long one better than an idle shard. Of equal costs the most free pages
+        decide, then the first shard.
         """
-        if len(fitting) == 1:
-            return fitting[0]
+        if len(self.shards) == 1:
+            return fitting[0], request.num_known
 
-        def merit(fit: Fit) -> tuple[int, int]:
+        def num_own(fit: Fit) -> int:
             shard, found, _ = fit
-            return max(len(found), shard.num_coming(request)), spare[shard.number]
+            num_shared = self.config.page_size * max(len(found), shard.num_coming(request))
+            return max(request.num_known - num_shared, 1)
 
-        return max(fitting, key=merit)
+        def cost(choice: tuple[Fit, int]) -> tuple[int, int]:
+            (shard, *_), num_own = choice
+            return shard.load + 2 * num_own, -spare[shard.number]
+
+        return min(((fit, num_own(fit)) for fit in fitting), key=cost)

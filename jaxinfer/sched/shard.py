@@ -79,6 +79,17 @@ class Shard:
         """Pages that those who run do not need."""
         return self.pool.num_available - sum(map(self._num_missing, self.running))
 
+    @property
+    def load(self) -> int:
+        """Tokens to compute before those who run all decode, and for each of them a page of tokens:
+        decoding costs too.
+        """
+        return sum(
+            self.config.page_size
+            + (min(r.num_own, r.prefill_gap) if r.status is Status.PREFILL else 0)
+            for r in self.running
+        )
+
     def look_up(self, request: Request) -> tuple[list[Entry], int]:
         """The cached pages that `request`, which waits, could share; how many others it needs."""
         self.pages.begin(request)
@@ -89,14 +100,18 @@ class Shard:
         return found, needed
 
     def num_coming(self, request: Request) -> int:
-        """Pages of the tokens of `request` that others here are about to compute."""
+        """Pages of the tokens of `request` that others here are about to compute for it too."""
+        if not self.config.prefix_cache:
+            return 0
         computing = [other for other in self.running if other.status is Status.PREFILL]
         return max((num_alike(request, r, self.config.page_size) for r in computing), default=0)
 
-    def run(self, request: Request, found: list[Entry], now: float | None) -> None:
-        """Returns None; `request` runs, and shares the pages `found`."""
+    def run(self, request: Request, found: list[Entry], num_own: int, now: float | None) -> None:
+        """Returns None; `request` runs and shares the pages `found`; `num_own` of its tokens nobody
+        else computes.
+        """
         self.running.add(request)
-        request.shard = self.number
+        request.shard, request.num_own = self.number, num_own
         request.row, request.status = self._free_rows.pop(), Status.PREFILL
         if not request.num_preemptions:
             request.times.first_scheduled = now

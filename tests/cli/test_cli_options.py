@@ -181,9 +181,9 @@ def test_a_malformed_setting_says_what_is_wanted(text, message):
 
 
 def test_how_many_devices_is_typed_by_axis(capsys):
-    keywords = engine_keywords(parse("--parallel", "model=4,data=2"))
+    keywords = engine_keywords(parse("--parallel", "model=4, data= 2"))
     assert keywords["parallel"] == jaxinfer.ParallelConfig(data=2, model=4)
-    for wrong in ("4", "model=0", "model=2,pipe=2", "model=x"):
+    for wrong in ("4", "model=0", "model=2,pipe=2", "model=x", "model=2,model=4"):
         with pytest.raises(SystemExit):
             parse("--parallel", wrong)
         assert "data=2,model=4" in capsys.readouterr().err

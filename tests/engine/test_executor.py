@@ -23,8 +23,12 @@ from .serving import (
 )
 
 
+RUNNING = ("prefill", "score", "start", "decode", "fetch")
+RUNNING += ("write_row", "stop_row", "map_pages", "copy_pages")
+
+
 class Recorder:
-    """An executor that notes the name of each call, and which result a fetch takes."""
+    """An executor that notes each call that runs a program, and which result a fetch takes."""
 
     def __init__(self, executor):
         self._executor = executor
@@ -33,7 +37,7 @@ class Recorder:
 
     def __getattr__(self, name):
         value = getattr(self._executor, name)
-        return self._recorded(name, value) if callable(value) else value
+        return self._recorded(name, value) if name in RUNNING else value
 
     def _recorded(self, name, method):
         def call(*args):

@@ -55,11 +55,11 @@ def tokens(count, first=100):
     return tuple(range(first, first + count))
 
 
-def test_the_shard_with_the_most_free_pages_takes_what_nobody_knows():
+def test_the_shard_with_the_least_to_do_takes_what_nobody_knows():
     world = Shards(config(num_pages=12), num_shards=3)
     requests = [world.put(f"{i}", tokens(20 - i, 100 * i), max_tokens=3) for i in range(6)]
     world.step()
-    assert [r.shard for r in requests] == [0, 1, 2, 0, 1, 2]
+    assert [r.shard for r in requests] == [0, 1, 2, 2, 1, 0]
     world.run()
     world.check_results()
 
@@ -80,16 +80,45 @@ def test_a_prompt_goes_where_its_beginning_is_cached_if_there_is_room():
     world.check_results()
 
 
-def test_samples_of_one_prompt_stay_together_and_are_computed_once():
-    world = Shards(config(num_pages=16))
-    samples = [world.put(f"{i}", tokens(9), seed=i, max_tokens=3) for i in range(3)]
-    alike = world.put("alike", (*tokens(32), 5), max_tokens=3)
-    longer = world.put("longer", (*tokens(32), 6, 7), max_tokens=3)
+def test_who_shares_a_long_beginning_stays_together_and_it_is_computed_once():
+    world = Shards(config(max_model_len=128, num_pages=32))
+    samples = [world.put(f"{i}", tokens(50), seed=i, max_tokens=3) for i in range(3)]
+    alike = world.put("alike", (*tokens(64, 300), 5), max_tokens=3)
+    longer = world.put("longer", (*tokens(64, 300), 6, 7), max_tokens=3)
     world.run()
     world.check_results()
     assert len({r.shard for r in samples}) == 1
     assert alike.shard == longer.shard
-    assert sum(sum(device.covered.values()) for device in world.devices) == 9 + 33 + 2
+    assert sum(sum(device.covered.values()) for device in world.devices) == 50 + 65 + 2
+
+
+@pytest.mark.parametrize(
+    ("common", "own", "caching"),
+    [(16, 40, True), (50, 0, False), (40, 10, False)],
+    ids=["a short beginning", "samples without a cache", "a beginning without a cache"],
+)
+def test_idle_shards_take_their_part_where_little_can_be_shared(common, own, caching):
+    world = Shards(config(num_pages=64, prefix_cache=caching), num_shards=4)
+    prompts = [(*tokens(common), *tokens(own, 1000 * i)) for i in range(1, 9)]
+    requests = [world.put(f"{i}", ids, max_tokens=3) for i, ids in enumerate(prompts)]
+    world.step()
+    assert sorted(r.shard for r in requests) == [0, 0, 1, 1, 2, 2, 3, 3]
+    world.run()
+    world.check_results()
+
+
+def test_rows_that_decode_count_too():
+    """Of prompts that come one after the other, each beginning with a page that is there."""
+    world = Shards(config(max_num_seqs=8, num_pages=64))
+    requests = []
+    for i in range(8):
+        ids = (*tokens(16), *tokens(10, 1000 * (i + 1)))
+        requests.append(world.put(f"{i}", ids, max_tokens=30, ignore_eos=True))
+        for _ in range(2):
+            world.step()
+    assert {r.shard for r in requests} == {0, 1}
+    world.run()
+    world.check_results()
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxinfer import Engine, EngineConfig, ParallelConfig, SamplingParams, load
+from jaxinfer.compute import sharding as sh
 
 from ..conftest import TINY
 from .conftest import family, fitting_heads, tiny
@@ -115,6 +116,42 @@ def test_two_shards_of_requests_over_two_of_the_model(alone):
         engine.step()
     assert request.output_ids == [0, 0, 0]
     assert engine.metrics()["compiles_after_warmup"] == 0
+
+
+@pytest.mark.usefixtures("argmax_only")
+def test_params_are_brought_to_the_mesh_once_whatever_mesh_the_caller_has_set():
+    """Nothing goes from device to device afterwards, and what was donated is not served."""
+    _, params = tiny("llama")
+    model, placed = tiny("llama", 2, 2)
+    other = jax.make_mesh((4,), ("x",), devices=jax.devices()[4:])
+    greedy = SamplingParams(temperature=0.0, max_tokens=3)
+    outputs = []
+    with jax.set_mesh(other):
+        engines = [Engine(model, params, CONFIG), Engine(model, placed, CONFIG)]
+        for engine in engines:
+            (request,) = engine.add_samples([5, 6], greedy)
+            with jax.transfer_guard_device_to_device("disallow"):
+                while engine.has_work:
+                    engine.step()
+            outputs.append(request.output_ids)
+    assert outputs[0] == outputs[1] and len(outputs[0]) == 3
+    own = jax.tree.map(lambda leaf: leaf.copy(), placed)
+    engines[1].update_params(own)
+    jax.tree.map(lambda leaf: leaf.delete(), own)
+    (request,) = engines[1].add_samples([5, 6], greedy)
+    with pytest.raises(RuntimeError, match="donated to another program. Give it the new ones"):
+        engines[1].step()
+    engines[1].update_params(placed)
+    while engines[1].has_work:
+        engines[1].step()
+    assert request.output_ids == outputs[0]
+
+    with pytest.raises(ValueError, match="lie on 4 devices, and the model has no mesh"):
+        Engine(tiny("llama")[0], placed, CONFIG)
+    permuted = sh.mesh_over(ParallelConfig(data=2, model=2), jax.devices()[3::-1])
+    moved = jax.device_put(placed, sh.param_shardings(permuted, placed))
+    with pytest.raises(ValueError, match=r"on devices \[3, 2, 1, 0\].* on devices \[0, 1, 2, 3\]"):
+        engines[1].update_params(moved)
 
 
 LAYOUTS = [(1, 2), (1, 4), (1, 8), (2, 1), (4, 1), (4, 2)]
