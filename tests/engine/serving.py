@@ -128,6 +128,9 @@ class PlainDevice:
         self._pages = np.full((config.cache.num_pages, config.page_size), -1)
         self._rows = [None] * self.num_rows
 
+    def check_params(self):
+        pass
+
     def write_row(self, shard, row, state):
         self._rows[row] = SimpleNamespace(
             table=state.page_table_BM[0].copy(),
@@ -229,6 +232,9 @@ class PlainDevices:
             for i in range(self.NUM)
         ]
         return [getattr(shard, name)(*part) for shard, part in zip(self._shards, parts)]
+
+    def check_params(self):
+        pass
 
     def write_row(self, shard, row, state):
         self._shards[shard].write_row(0, row, state)

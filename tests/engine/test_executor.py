@@ -22,7 +22,6 @@ from .serving import (
     script,
 )
 
-
 RUNNING = ("prefill", "score", "start", "decode", "fetch")
 RUNNING += ("write_row", "stop_row", "map_pages", "copy_pages")
 

@@ -230,7 +230,8 @@ def test_an_interrupted_read_loses_no_token(plain_engine, monkeypatch):
 def plain_shards(monkeypatch, wide):
     """As `plain_engine`, over the data shards of `PlainDevices`."""
     monkeypatch.setattr("jaxinfer.engine.engine.Executor", PlainDevices)
-    monkeypatch.setattr("jaxinfer.engine.engine.num_shards", lambda mesh, axis: PlainDevices.NUM)
+    name = "jaxinfer.engine.engine.num_data_shards"
+    monkeypatch.setattr(name, lambda mesh: PlainDevices.NUM)
 
     def make(**fields):
         return Engine(wide.model, wide.params, EngineConfig(kv_dtype="float32", **fields))
