@@ -8,6 +8,8 @@ PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# By path: a folder beside a script, such as a clone, is else taken for the package of its name.
+EDITABLE := --config-settings editable_mode=compat --editable
 QUESTION ?= Why is the sky blue? Answer in three sentences.
 
 .PHONY: demo test test-slow kernels-aot smoke lint
@@ -46,10 +48,10 @@ $(BIN)/pip:
 
 $(VENV)/.installed: pyproject.toml | $(BIN)/pip
 	@echo "Installing into $(VENV) ..."
-	@$(PIP) --editable .
+	@$(PIP) $(EDITABLE) .
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml | $(BIN)/pip
 	@echo "Installing into $(VENV), with what the tests need ..."
-	@$(PIP) --editable '.[dev]'
+	@$(PIP) $(EDITABLE) '.[dev]'
 	@touch $@ $(VENV)/.installed

@@ -83,12 +83,12 @@ def run_python(page: Path) -> dict:
 def write_model(folder: Path) -> None:
     """Writes a random model of two layers, with a tokenizer of bytes and a chat template."""
     config = ModelConfig(
-        vocab_size=320,
+        vocab_size=324,
         hidden_size=32,
         intermediate_size=48,
         num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
+        num_heads=24,  # which three devices can split, and four
+        num_kv_heads=12,
         head_dim=8,
         rope=RopeConfig(dim=8),
         max_position=2048,

@@ -57,11 +57,11 @@ def test_python_runs(page, place):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", ["jax", "sharding"])
-def test_the_steps_run_on_four_devices(page, place):
+@pytest.mark.parametrize(("page", "count"), [("jax", 4), ("sharding", 6)])
+def test_the_steps_run_on_several_devices(page, count, place):
     script = f"from tests.documents import *; run_python(ROOT / 'docs' / '{page}.md')"
     environment = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={count}",
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": str(ROOT),
     }

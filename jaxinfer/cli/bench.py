@@ -259,6 +259,7 @@ def describe(args: argparse.Namespace, engine: Engine) -> dict[str, Any]:
         "model": args.model or args.shape,
         "dtype": given(args, ENGINE_OPTIONS).get("dtype", DEFAULT_DTYPE),
         "device": jax.devices()[0].device_kind,
+        "parallel": str(given(args, ENGINE_OPTIONS).get("parallel", "one device")),
         "traffic": args.trace or f"fixed {','.join(map(str, args.fixed))}",
         "loop": f"open, {args.speedup or 1:g} times as fast" if args.open else closed,
         "kv_dtype": config.kv_dtype,

@@ -79,14 +79,14 @@ def join_biases(pairs: Sequence[tuple[int, float]]) -> dict[int, float]:
 def parse_parallel(text: str) -> ParallelConfig:
     """The devices of data=N,model=N, either or both."""
     try:
-        counts: dict[str, int] = {}
-        for name, count in (part.split("=") for part in text.split(",")):
-            require(name.strip() not in counts, f"{name.strip()} is given twice")
-            counts[name.strip()] = int(count)
+        pairs = [part.split("=") for part in text.split(",")]
+        counts = {name.strip(): int(count) for name, count in pairs}
+        require(len(counts) == len(pairs) and counts.keys() <= {"data", "model"}, text)
         return ParallelConfig(**counts)
-    except (ValueError, TypeError) as error:
+    except ValueError:
         raise argparse.ArgumentTypeError(
-            f"{text!r} does not say how many devices ({error}). Write it as data=2,model=4."
+            f"{text!r} does not say how many devices. Write it as data=2,model=3, either or both, "
+            "each at least 1."
         ) from None
 
 
@@ -107,7 +107,7 @@ ENGINE_OPTIONS = (
     Option(
         "parallel",
         parse_parallel,
-        "spread the model over devices, such as data=2,model=4 (default: one)",
+        "spread the model over devices, such as data=2,model=3 (default: one)",
         metavar="AXIS=N,...",
     ),
     Option("attention", str, "attention backend (default: by platform)", metavar="NAME"),

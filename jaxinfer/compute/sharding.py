@@ -57,6 +57,10 @@ def spec(*axes: str | None) -> P:
 
 def make_mesh(parallel: ParallelConfig, devices: Sequence[Any] | None = None) -> Mesh | None:
     """`mesh_over` them; None for one device, on which nothing needs to be placed."""
+    require(
+        isinstance(parallel, ParallelConfig),
+        f"parallel={parallel!r} is no ParallelConfig. Write ParallelConfig(data=2, model=3).",
+    )
     return None if parallel.num_devices == 1 else mesh_over(parallel, devices)
 
 
@@ -67,16 +71,17 @@ def mesh_over(parallel: ParallelConfig, devices: Sequence[Any] | None = None) ->
     fewer.
     """
     devices = list(jax.devices() if devices is None else devices)
+    count = parallel.num_devices
     require(
-        len(devices) >= parallel.num_devices,
-        f"ParallelConfig(data={parallel.data}, model={parallel.model}) takes "
-        f"{parallel.num_devices} devices, and there are {len(devices)}. Lower one of them.",
+        len(devices) >= count,
+        f"{parallel} takes {count} devices, and there are {len(devices)}. Ask for fewer. To try it "
+        f"on CPU, start with XLA_FLAGS=--xla_force_host_platform_device_count={count}.",
     )
     shape, types = (parallel.data, parallel.model), (AxisType.Auto, AxisType.Auto)
-    if len(devices) == parallel.num_devices:
+    if len(devices) == count:
         return jax.make_mesh(shape, AXES, axis_types=types, devices=devices)
     # JAX orders whole boxes of a TPU slice only, and three devices of one are none.
-    first = np.array(devices[: parallel.num_devices]).reshape(shape)
+    first = np.array(devices[:count]).reshape(shape)
     return Mesh(first, AXES, axis_types=types)
 
 
@@ -87,7 +92,7 @@ def num_model_shards(mesh: Mesh | None) -> int:
     require(
         mesh.axis_names == AXES and set(mesh.axis_types) == {AxisType.Auto},
         f"The mesh has the axes {dict(zip(mesh.axis_names, mesh.axis_types))} and needs "
-        f"{' and '.join(AXES)}, both AxisType.Auto. Make it with make_mesh.",
+        f"{' and '.join(AXES)}, both AxisType.Auto. Make it with {__name__}.make_mesh.",
     )
     return mesh.shape["model"]
 

@@ -57,6 +57,7 @@ def test_a_trace_is_served_token_for_token(trace, tmp_path, capsys):
     assert found["max_model_len"] == 72, "the longest request has 68 tokens, in pages of 8"
     assert (found["dtype"], found["kv_dtype"]) == ("float32", "float32")
     assert (found["loop"], found["num_pages"]) == ("2 under way", 9)
+    assert found["parallel"] == "one device"
     assert found["goodput"]["share"] == 1.0
     assert found["requests_per_s"] == pytest.approx(3 / found["duration_s"])
     assert found["output_tokens_per_s"] == pytest.approx(13 / found["duration_s"])

@@ -186,4 +186,4 @@ def test_how_many_devices_is_typed_by_axis(capsys):
     for wrong in ("4", "model=0", "model=2,pipe=2", "model=x", "model=2,model=4"):
         with pytest.raises(SystemExit):
             parse("--parallel", wrong)
-        assert "data=2,model=4" in capsys.readouterr().err
+        assert "data=2,model=3" in capsys.readouterr().err

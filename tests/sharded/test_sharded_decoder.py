@@ -87,6 +87,8 @@ def test_a_size_that_cannot_be_split_is_named(field, size):
 def test_more_devices_than_there_are_is_refused():
     with pytest.raises(ValueError, match="takes 16 devices, and there are 8"):
         sh.make_mesh(ParallelConfig(data=4, model=4))
+    with pytest.raises(ValueError, match="parallel='data=2' is no ParallelConfig"):
+        load(TINY / "llama", parallel="data=2")
 
 
 def test_meshes_that_no_decoder_can_use_are_named():
