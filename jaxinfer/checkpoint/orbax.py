@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.checkpoint.config_json import config_from_json, config_to_json
+from jaxinfer.checkpoint.fetch import resolve
 from jaxinfer.checkpoint.gguf import read_header
 from jaxinfer.checkpoint.reader import Reader, TensorSpec, read_json, refuse_overflow
 from jaxinfer.config import DTYPE_BYTES, DTYPES, ModelConfig, require
@@ -165,10 +166,11 @@ def save_orbax(
 
     Args:
         params: arrays, on any devices of this process; weights keep their dtype and their bits.
-        tokenizer_source: the checkpoint whose tokenizer travels along: a GGUF file, a Hugging Face
-            folder or one of this form. None: no tokenizer; the folder serves token ids.
+        tokenizer_source: the checkpoint whose tokenizer travels along, named as for `LLM`. None: no
+            tokenizer; the folder serves token ids.
 
-    Raises FileExistsError if `folder` holds something, and ValueError if the params do not have the
+    Raises FileExistsError if `folder` holds something, FileNotFoundError if `tokenizer_source` is
+    no checkpoint, and ValueError if the params do not have the
     shapes of `config` or a dtype that is not supported.
     """
     import orbax.checkpoint as ocp  # noqa: PLC0415 (slow to import)
@@ -176,6 +178,7 @@ def save_orbax(
     folder = Path(folder).resolve()
     require_new(folder)
     _check_params(config, params)
+    source = None if tokenizer_source is None else resolve(str(tokenizer_source))
     require(
         jax.process_count() == 1,
         f"save_orbax runs in {jax.process_count()} processes. Convert in one.",
@@ -192,8 +195,8 @@ def save_orbax(
             checkpointer.save(
                 partial / PARAMS, args=ocp.args.PyTreeSave(params, save_args=unflatten(pieces))
             )
-        if tokenizer_source is not None:
-            _copy_tokenizer(Path(tokenizer_source), partial)
+        if source is not None:
+            _copy_tokenizer(source, partial)
         files = (file for file in sorted(partial.rglob("*")) if file.is_file())
         sizes = {file.relative_to(partial).as_posix(): file.stat().st_size for file in files}
         manifest = {"version": _VERSION, "config": config_to_json(config), "files": sizes}

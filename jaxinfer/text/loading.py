@@ -28,7 +28,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         return tokenizer_from_sentencepiece(file.read_bytes(), config, chat_template=template)
     raise FileNotFoundError(
         f"{folder} holds neither tokenizer.json nor tokenizer.model. "
-        "Copy one of them there, or use a GGUF file, which carries its tokenizer."
+        "Copy one of them there, save the folder with tokenizer_source=, or use a GGUF file, which "
+        "carries its tokenizer."
     )
 
 

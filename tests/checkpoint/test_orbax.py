@@ -350,8 +350,10 @@ def test_a_failure_on_the_way_leaves_nothing(tiny, tmp_path, monkeypatch):
     def fail(*_):
         raise OSError("disk full")
 
-    monkeypatch.setattr("jaxinfer.checkpoint.orbax._copy_tokenizer", fail)
     (tmp_path / "out").mkdir()
+    with pytest.raises(FileNotFoundError, match="'nowhere' is no file or folder here, no alias"):
+        save_orbax(tmp_path / "out" / "saved", checkpoint.config, params, "nowhere")
+    monkeypatch.setattr("jaxinfer.checkpoint.orbax._copy_tokenizer", fail)
     with pytest.raises(OSError, match="disk full"):
         save_orbax(tmp_path / "out" / "saved", checkpoint.config, params, tiny)
     assert list((tmp_path / "out").iterdir()) == []
