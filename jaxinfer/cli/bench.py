@@ -250,7 +250,7 @@ def write_timeline(path: str, timeline: Timeline, result: Replay) -> None:
 
 
 def describe(args: argparse.Namespace, engine: Engine) -> dict[str, Any]:
-    """What was measured: model, device, traffic and the sizes of the engine."""
+    """What was measured: model, devices, traffic and the sizes of the engine."""
     import jax  # noqa: PLC0415
 
     config = engine.config
