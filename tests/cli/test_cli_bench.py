@@ -158,9 +158,8 @@ def test_a_request_without_all_its_tokens_is_exit_code_1_and_in_the_table(calls,
         "start-up  import 1.00 s, load 2.00 s, compile 3.25 s (19 programs, 17 of them from the "
         "cache), first token 0.50 s"
     )
-    assert about.startswith(
-        "model m, dtype bfloat16, device cpu, parallel one device, traffic fixed"
-    )
+    assert about.startswith("model m, dtype bfloat16, device cpu, parallel one device, traffic ")
+    assert "traffic fixed 4,2,7, loop 3 under way" in about
     assert first == "requests  1, 1 of them cut short, in 1.00 s: 1.00 per s"
     assert second == "tokens    4 in, 1 out: 1.0 out per s, 5.0 in all per s"
     labels = ["ms", "TTFT", "TPOT", "ITL", "queue", "device"]
