@@ -84,11 +84,6 @@ class Program:
         """The calls of TPU kernels."""
         return [result for result in self.results if result.target == "tpu_custom_call"]
 
-    def beside(self, results: Iterable[Result]) -> list[Result]:
-        """What stands in the same computations as `results`."""
-        computations = {result.computation for result in results}
-        return [result for result in self.results if result.computation in computations]
-
 
 def tpu_devices(topology: str) -> list[Any]:
     """The devices of a TPU slice that is not there, such as "v6e:2x4". Needs the package libtpu."""

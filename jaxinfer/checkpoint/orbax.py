@@ -170,8 +170,8 @@ def save_orbax(
             tokenizer; the folder serves token ids.
 
     Raises FileExistsError if `folder` holds something, FileNotFoundError if `tokenizer_source` is
-    no checkpoint, and ValueError if the params do not have the
-    shapes of `config` or a dtype that is not supported.
+    no checkpoint, and ValueError if the params do not have the shapes of `config` or a dtype that
+    is not supported.
     """
     import orbax.checkpoint as ocp  # noqa: PLC0415 (slow to import)
 

@@ -254,12 +254,13 @@ def describe(args: argparse.Namespace, engine: Engine) -> dict[str, Any]:
     import jax  # noqa: PLC0415
 
     config = engine.config
+    options = given(args, ENGINE_OPTIONS)
     closed = f"{args.concurrency or num_rows(engine)} under way"
     return {
         "model": args.model or args.shape,
-        "dtype": given(args, ENGINE_OPTIONS).get("dtype", DEFAULT_DTYPE),
+        "dtype": options.get("dtype", DEFAULT_DTYPE),
         "device": jax.devices()[0].device_kind,
-        "parallel": str(given(args, ENGINE_OPTIONS).get("parallel", "one device")),
+        "parallel": str(options.get("parallel", "one device")),
         "traffic": args.trace or f"fixed {','.join(map(str, args.fixed))}",
         "loop": f"open, {args.speedup or 1:g} times as fast" if args.open else closed,
         "kv_dtype": config.kv_dtype,

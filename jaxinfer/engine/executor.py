@@ -126,7 +126,7 @@ class Executor:
 
     def check_params(self) -> None:
         """Raises RuntimeError if the params were given away: JAX itself may crash on those."""
-        if jax.tree.leaves(self._params)[0].is_deleted():
+        if self._params["embed"]["weight"].is_deleted():  # then all are
             raise RuntimeError(
                 "The params that the engine serves were donated to another program. Give it the "
                 "new ones with update_params before the next step."
@@ -229,17 +229,15 @@ def _describe(array: Array) -> str:
     place = getattr(array, "sharding", None)
     if place is None:
         return f"{array.dtype}{list(array.shape)} on the host"
-    indices = place.devices_indices_map(array.shape)
-    spec = getattr(place, "spec", "whole")
-    return f"{array.dtype}{list(array.shape)}, {spec} on devices {[d.id for d in indices]}"
+    devices = [device.id for device in place.devices_indices_map(array.shape)]
+    split = getattr(place, "spec", "whole")
+    return f"{array.dtype}{list(array.shape)}, {split} on devices {devices}"
 
 
 def _lie_alike(before: Array, after: Array) -> bool:
     """Whether both lie on the same devices in the same way, however their shardings are spelled."""
-    places = [getattr(array, "sharding", None) for array in (before, after)]
-    if places[0] is None or places[1] is None:
-        return places[0] is places[1]
-    return places[0].is_equivalent_to(places[1], before.ndim)
+    place = getattr(after, "sharding", None)  # none on the host
+    return place is not None and before.sharding.is_equivalent_to(place, before.ndim)
 
 
 def _check_platform() -> None:

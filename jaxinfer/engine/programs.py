@@ -143,8 +143,10 @@ class Programs:
         )
 
     def _compile(self, key: Key) -> jax.stages.Compiled:
-        with traced_for(self._mesh), self._cached.watching():
-            return self._functions[key[0]].lower(*self._arguments(key)).compile()
+        with traced_for(self._mesh):
+            lowered = self._functions[key[0]].lower(*self._arguments(key))
+            with self._cached.watching():
+                return lowered.compile()
 
     def _arguments(self, key: Key) -> tuple[Any, ...]:
         """The shapes that the program of `key` takes."""

@@ -221,7 +221,7 @@ class Scheduler:
             return max(request.num_known - num_shared, 1)
 
         def cost(choice: tuple[Fit, int]) -> tuple[int, int]:
-            (shard, *_), num_own = choice
-            return shard.load + 2 * num_own, -spare[shard.number]
+            (shard, *_), own = choice
+            return shard.load + 2 * own, -spare[shard.number]
 
         return min(((fit, num_own(fit)) for fit in fitting), key=cost)
